@@ -1,0 +1,1 @@
+"""Tiny checkpoints, tokenizer and reference sources shared by the whole test tree."""
