@@ -1,0 +1,246 @@
+"""The composition root: plan, open, converse.
+
+An `Engine` is a loaded model; a `Session` is one mutable timeline. Callers pass whole prompts: the session reuses its
+state when the prompt continues what the state has consumed, and starts afresh otherwise. One thread at a time may use
+an engine: MLX streams belong to the thread that made them.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import mlx.core as mx
+
+from expert_store.rows import RowTable
+from expert_store.source import FileSource
+from expert_store.store import ExpertStore
+from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
+from mlx_flashnext.engine.cycle import Target, Timeline
+from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed
+from mlx_flashnext.engine.events import Event
+from mlx_flashnext.engine.generate import Limits, generate
+from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
+from mlx_flashnext.engine.meter import Meter
+from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
+from mlx_flashnext.engine.sampler import Sampler, SamplingParams
+from mlx_flashnext.experts import RowBanks, SlotBanks, StreamedExperts, StreamedRows
+from mlx_flashnext.model.flashnext import FlashNext
+from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.state import SequenceState
+from mlx_flashnext.tokenizer import Tokenizer
+from mlx_flashnext.weights import CheckpointWeights
+
+Progress = Callable[[str, int, int], None]
+
+
+class Engine:
+    """A model that is open: trunk in memory, experts and n-gram rows behind the store.
+
+    Made by `open`; use as a context manager or call `close`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, tokenizer: Tokenizer, plan: Plan, target: Target, resources: contextlib.ExitStack
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self.tokenizer = tokenizer
+        self.plan = plan
+        self.target = target
+        self._resources = resources
+        self._num_sessions = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        request: PlanRequest | None = None,
+        *,
+        progress: Progress | None = None,
+        machine: Machine | None = None,
+    ) -> Self:
+        """Open a checkpoint as it is.
+
+        Args:
+            directory: a checkpoint in the Hugging Face or MLX layout.
+            request: what memory and context to plan for.
+            progress: called with (stage, done, total) while loading.
+            machine: what to plan for; detected when left out.
+
+        Raises:
+            StoreError: files are damaged, missing or changed.
+            ModelError: the checkpoint is not one this engine runs.
+            EngineError: the plan does not fit.
+        """
+        machine = machine or detect_machine()
+        checkpoint = open_checkpoint(directory)
+        tokenizer = Tokenizer.open(directory)
+        tokenizer.check_vocabulary(checkpoint.config)
+        plan = make_plan(checkpoint, machine, request or PlanRequest())
+        prepare_device(machine, plan.total_bytes)
+        with contextlib.ExitStack() as resources:
+            target = _open_target(checkpoint, plan, machine, resources, progress or (lambda *_: None))
+            return cls(checkpoint, tokenizer, plan, target, resources.pop_all())
+
+    def session(self) -> "Session":
+        """Return a new, empty timeline."""
+        if self._closed:
+            raise EngineClosed("The engine is closed", hint="open it again")
+        self._num_sessions += 1
+        return Session(self, owner=self._num_sessions)
+
+    def close(self) -> None:
+        """Join the reader threads and close the files. Safe to call twice."""
+        self._closed = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_target(
+    checkpoint: Checkpoint, plan: Plan, machine: Machine, resources: contextlib.ExitStack, progress: Progress
+) -> Target:
+    dtype = mx.bfloat16 if machine.compute_dtype == "bfloat16" else mx.float32
+    source = FileSource(checkpoint.table.files)
+    resources.callback(source.close)
+    weights = CheckpointWeights(
+        checkpoint, source, compute_dtype=dtype, progress=lambda done, total: progress("trunk", done, total)
+    )
+    slots = dict.fromkeys(checkpoint.experts, plan.slots_per_layer)
+    banks = SlotBanks(checkpoint.experts, slots)
+    records = {layer: layout.record for layer, layout in checkpoint.experts.items()}
+    store = ExpertStore(
+        records, source, banks, slots=slots, policy=plan.policy, num_readers=plan.num_readers
+    )
+    resources.callback(store.close)
+    row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
+    table = RowTable(checkpoint.ngram.record, source, row_banks, store.reader)
+    sync = HostSync()
+    experts = StreamedExperts(store, banks, slots, sync)
+    model = FlashNext(
+        checkpoint.config,
+        weights,
+        experts,
+        StreamedRows(table, row_banks, checkpoint.ngram, dtype),
+        sync,
+        compute_dtype=dtype,
+    )
+    weights.check_all_used()
+    if plan.is_resident:
+        experts.preload(tuple(slots), lambda done, total: progress("experts", done, total))
+    return Target(model, experts, store, sync)
+
+
+class Session:
+    """One conversation's timeline.
+
+    Invariants:
+        I2  `tokens` are exactly what the state has consumed; after any error the state is dropped, never patched.
+    """
+
+    def __init__(self, engine: Engine, owner: int) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._timeline: Timeline | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the tokens the state has consumed."""
+        return () if self._timeline is None else tuple(self._timeline.tokens)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._timeline = None
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Collection[int] = (),
+        stop_strings: Sequence[str] = (),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
+        """Answer a prompt.
+
+        Args:
+            prompt: the full rendering of the conversation; reused as far as the state has consumed it.
+            params: sampling.
+            max_tokens: most tokens of the answer; the rest of the context when None.
+            stop_ids: ids that end the answer.
+            stop_strings: texts that end the answer before them.
+            cancelled: asked between cycles and prefill chunks; True ends the answer with the state valid.
+
+        Yields:
+            Prefill progress, tokens, one `Finished`.
+
+        Raises:
+            EmptyPrompt: no tokens.
+            ContextTooLong: the prompt leaves no room for a token.
+            StoreError: a record could not be read; the answer stops there.
+        """
+        engine, plan = self._engine, self._engine.plan
+        _check_prompt(prompt, plan)
+        timeline = self._timeline_for(prompt)
+        target = engine.target
+        limits = Limits(
+            max_tokens=plan.context_tokens if max_tokens is None else max_tokens,
+            context_tokens=plan.context_tokens,
+            stop_ids=frozenset(stop_ids),
+            stop_strings=tuple(stop_strings),
+            prefill_step=plan.prefill_step,
+            cancelled=cancelled,
+        )
+        events = generate(
+            timeline,
+            prompt,
+            Sampler(params, prompt),
+            engine.tokenizer.stream_decoder(),
+            limits,
+            Meter(target.store.statistics, target.sync),
+        )
+        finished = False
+        try:
+            yield from events
+            finished = True
+        except GeneratorExit:
+            finished = True  # abandoned between two cycles: the state is whole
+            raise
+        finally:
+            target.experts.device_idle()
+            self._timeline = timeline if finished else None
+
+    def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
+        """Return the timeline to continue, or a fresh one: a hybrid state cannot be trimmed to a shorter prefix."""
+        kept = self._timeline
+        if kept is not None and len(kept.tokens) < len(prompt) and list(prompt[: len(kept.tokens)]) == kept.tokens:
+            return kept
+        self._timeline = None  # free the old state before the new one grows
+        engine = self._engine
+        state = SequenceState(engine.config, compute_dtype=engine.target.model.compute_dtype)
+        return Timeline(engine.target, state, self._owner)
+
+
+def _check_prompt(prompt: Sequence[int], plan: Plan) -> None:
+    if not prompt:
+        raise EmptyPrompt("The prompt has no tokens", hint="say something, or pipe text into `flashnext run -`")
+    if len(prompt) > plan.context_tokens:
+        raise ContextTooLong(
+            f"The prompt has {len(prompt)} tokens, the planned context holds {plan.context_tokens}",
+            hint=_context_hint(len(prompt), plan),
+            prompt_tokens=len(prompt),
+            context_tokens=plan.context_tokens,
+        )
+
+
+def _context_hint(needed: int, plan: Plan) -> str:
+    if needed < plan.longest_context_tokens:
+        return f"--max-kv-size {needed + 256} fits this memory target"
+    return "shorten it, or start a new conversation"

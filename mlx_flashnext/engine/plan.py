@@ -1,0 +1,305 @@
+"""How many bytes anything may use: one table, decided before anything is allocated (invariant I6).
+
+`make_plan` is a pure function of the checkpoint's headers, the machine and the request. Components receive bytes and
+slots from the plan; none sizes itself. A plan that does not fit is refused with the smallest budget that would.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, StoredTensor
+from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
+from mlx_flashnext.engine.machine import GIB, MIB, Machine
+from mlx_flashnext.geometry import forward_workspace_bytes, state_bytes
+
+DEFAULT_CONTEXT = 32_768
+SMALLEST_DEFAULT_CONTEXT = 2_048
+DEFAULT_PREFILL_STEP = 512
+# One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
+INDEX_BYTES_PER_TENSOR = 700
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a person asked for; None leaves the choice to the plan.
+
+    Attributes:
+        memory_bytes: total resident target of the process.
+        context_tokens: tokens that prompt and answer may have together.
+        slots_per_layer: expert slots of every layer, instead of as many as fit.
+        prefill_step: tokens of one prefill chunk.
+        policy: eviction policy of the expert store.
+        num_readers: reader threads.
+    """
+
+    memory_bytes: int | None = None
+    context_tokens: int | None = None
+    slots_per_layer: int | None = None
+    prefill_step: int | None = None
+    policy: str = "lru"
+    num_readers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One use of memory: bytes and why."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The memory of one run, line by line.
+
+    Attributes:
+        lines: every use of memory; they sum to `total_bytes`.
+        budget_bytes: the resident target the plan was made for.
+        slots_per_layer: expert slots of every MoE layer.
+        num_experts: experts of every MoE layer; equal slots mean that nothing is streamed after start.
+        context_tokens: tokens that prompt and answer may have together.
+        max_context_tokens: the largest context these slots leave room for.
+        longest_context_tokens: the largest context any number of slots leaves room for.
+        smallest_budget_bytes: the least budget that runs this context, with the fewest slots.
+        prefill_step: tokens of one prefill chunk.
+        rows_per_buffer: most n-gram rows of one chunk.
+        policy: eviction policy.
+        num_readers: reader threads.
+    """
+
+    lines: tuple[PlanLine, ...]
+    budget_bytes: int
+    slots_per_layer: int
+    num_experts: int
+    context_tokens: int
+    max_context_tokens: int
+    longest_context_tokens: int
+    smallest_budget_bytes: int
+    prefill_step: int
+    rows_per_buffer: int
+    policy: str
+    num_readers: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the planned resident size of the process."""
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def is_resident(self) -> bool:
+        """Return whether every expert has its own slot."""
+        return self.slots_per_layer == self.num_experts
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as plain values, sizes in bytes."""
+        return {**asdict(self), "total_bytes": self.total_bytes, "is_resident": self.is_resident}
+
+
+def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) -> Plan:
+    """Decide the memory of a run.
+
+    Args:
+        checkpoint: headers of the model; no tensor is read.
+        machine: what there is.
+        request: what was asked.
+
+    Returns:
+        The plan; its total is at most its budget.
+
+    Raises:
+        InvalidRequest: a value that no run could honour.
+        BudgetTooLarge: the target exceeds this machine's memory.
+        BudgetTooSmall: the target cannot hold the model; names the smallest that can.
+        ContextTooLong: the asked context is longer than the model's positions.
+    """
+    _check(request, checkpoint, machine)
+    sizes = _Sizes(checkpoint, machine, request)
+    budget = machine.ceiling_bytes() if request.memory_bytes is None else request.memory_bytes
+    num_experts, fewest = checkpoint.config.num_experts, sizes.fewest_slots
+    context = sizes.context_for(budget, request.context_tokens)
+    smallest = sizes.total(context, fewest)
+    if request.slots_per_layer is None:
+        slots = sizes.most_slots(budget, context)
+    else:
+        slots = request.slots_per_layer
+    if slots < fewest or sizes.total(context, slots) > budget:
+        needed = smallest if request.slots_per_layer is None else sizes.total(context, slots)
+        raise BudgetTooSmall(
+            f"{_gib(budget)} cannot hold this model with a context of {context} tokens and "
+            f"{max(slots, fewest)} expert slots a layer: it takes {_gib(needed)}",
+            hint=f"--memory {_ceil_gib(needed)}, or see flashnext plan",
+            budget_bytes=budget,
+            smallest_budget_bytes=needed,
+        )
+    return Plan(
+        lines=sizes.lines(context, slots),
+        budget_bytes=budget,
+        slots_per_layer=slots,
+        num_experts=num_experts,
+        context_tokens=context,
+        max_context_tokens=sizes.largest_context(budget, slots),
+        longest_context_tokens=sizes.largest_context(budget, fewest),
+        smallest_budget_bytes=smallest,
+        prefill_step=sizes.prefill_step,
+        rows_per_buffer=sizes.rows_per_buffer,
+        policy=request.policy,
+        num_readers=request.num_readers or 4,
+    )
+
+
+def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> None:
+    config = checkpoint.config
+    for name, value in (
+        ("memory", request.memory_bytes),
+        ("context", request.context_tokens),
+        ("slots", request.slots_per_layer),
+        ("prefill step", request.prefill_step),
+        ("readers", request.num_readers),
+    ):
+        if value is not None and value <= 0:
+            raise InvalidRequest(f"The {name} must be positive: {value}", hint="see flashnext plan --help")
+    if request.memory_bytes is not None and request.memory_bytes > machine.total_bytes:
+        raise BudgetTooLarge(
+            f"The memory target exceeds this machine's {_gib(machine.total_bytes)}: {_gib(request.memory_bytes)}",
+            hint=f"--memory {_floor_gib(machine.ceiling_bytes())} is the most that leaves the machine usable",
+        )
+    if request.context_tokens is not None and request.context_tokens > config.max_position_embeddings:
+        raise ContextTooLong(
+            f"The model has {config.max_position_embeddings} positions, the asked context is longer: "
+            f"{request.context_tokens}",
+            hint=f"--max-kv-size {config.max_position_embeddings} is the most this model takes",
+        )
+    fewest = max(2, config.num_experts_per_tok)
+    slots = request.slots_per_layer
+    if slots is not None and not fewest <= slots <= config.num_experts:
+        raise InvalidRequest(
+            f"Expert slots a layer must be from {fewest} to {config.num_experts}: {slots}",
+            hint="leave the number out to use as many as fit",
+        )
+
+
+class _Sizes:
+    """Bytes of everything, as functions of context and slots."""
+
+    def __init__(self, checkpoint: Checkpoint, machine: Machine, request: PlanRequest) -> None:
+        self._checkpoint = checkpoint
+        self._machine = machine
+        config = checkpoint.config
+        self._config = config
+        self._itemsize = 2 if machine.compute_dtype == "bfloat16" else 4
+        self.fewest_slots = max(2, config.num_experts_per_tok)
+        self.prefill_step = request.prefill_step or DEFAULT_PREFILL_STEP
+        self.rows_per_buffer = self.prefill_step * checkpoint.ngram.num_heads
+        self._vocabulary = sum(
+            loaded_bytes(tensor, self._itemsize)
+            for name, tensor in checkpoint.tensors.items()
+            if name in ("embed_tokens", "lm_head")
+        )
+        everything = sum(loaded_bytes(tensor, self._itemsize) for tensor in checkpoint.tensors.values())
+        self._trunk = everything - self._vocabulary
+        self._largest_tensor = max(stored_bytes(tensor) for tensor in checkpoint.tensors.values())
+        self._rows = 2 * self.rows_per_buffer * checkpoint.ngram.record_bytes
+        self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
+        self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
+        # Dense and bfloat16 parts of a bank are widened for one layer at a time on the CPU backend.
+        self._widened_per_slot = max(
+            (_widened_bytes(layout, self._itemsize) for layout in checkpoint.experts.values()), default=0
+        )
+
+    def _workspace(self, context: int) -> int:
+        forward = forward_workspace_bytes(self._config, self.prefill_step, context, self._itemsize)
+        return max(forward, 2 * self._largest_tensor)
+
+    def lines(self, context: int, slots: int) -> tuple[PlanLine, ...]:
+        config, machine = self._config, self._machine
+        chunk = f"chunks of {self.prefill_step} tokens"
+        lines = [
+            PlanLine("imports", machine.imports_bytes, "Python and libraries, measured before anything is loaded"),
+            PlanLine("index", self._index, f"{len(self._checkpoint.table.tensors)} tensors in the headers"),
+            PlanLine("trunk", self._trunk, f"{config.num_hidden_layers} layers without routed experts, as computed"),
+            PlanLine("vocabulary", self._vocabulary, f"embedding and head, {config.vocab_size} x {config.hidden_size} each"),
+            PlanLine("state", state_bytes(config, context, self._itemsize), f"keys, values, recurrence for {context} tokens"),
+            PlanLine("snapshots", 0, "none are kept"),
+            PlanLine("workspace", self._workspace(context), f"intermediate arrays of a forward pass in {chunk}"),
+            PlanLine("n-gram rows", self._rows, f"two landing buffers of {self.rows_per_buffer} rows"),
+            PlanLine("mlx cache", machine.cache_bytes, "freed buffers that MLX may keep"),
+            PlanLine(
+                "expert slots",
+                slots * self._record_bytes,
+                f"{slots} of {config.num_experts} experts in each of {len(self._checkpoint.experts)} layers",
+            ),
+        ]
+        if self._widened_per_slot:
+            reason = "one layer's bank in float32 while the CPU backend computes it"
+            lines.append(PlanLine("widened bank", slots * self._widened_per_slot, reason))
+        subtotal = sum(line.bytes for line in lines)
+        lines.append(PlanLine("reserve", _reserve(subtotal), "threads, allocator slack, what nobody counted"))
+        return tuple(lines)
+
+    def total(self, context: int, slots: int) -> int:
+        return sum(line.bytes for line in self.lines(context, slots))
+
+    def most_slots(self, budget: int, context: int) -> int:
+        """Return the largest number of slots that fits beside `context`, 0 if none does."""
+        return bisect_right(range(1, self._config.num_experts + 1), budget, key=lambda slots: self.total(context, slots))
+
+    def context_for(self, budget: int, asked: int | None) -> int:
+        """Return the asked context, or the largest default that leaves room for the fewest slots."""
+        if asked is not None:
+            return asked
+        context = min(DEFAULT_CONTEXT, self._config.max_position_embeddings)
+        while context > SMALLEST_DEFAULT_CONTEXT and self.total(context, self.fewest_slots) > budget:
+            context //= 2
+        return context
+
+    def largest_context(self, budget: int, slots: int) -> int:
+        """Return the largest context that fits beside `slots`, 0 if none does."""
+        longest = self._config.max_position_embeddings
+        return bisect_right(range(1, longest + 1), budget, key=lambda context: self.total(context, slots))
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Return a tensor's bytes on disk."""
+    parts = (tensor.weight, tensor.scales, tensor.biases)
+    return sum(part.length for part in parts if part is not None)
+
+
+def loaded_bytes(tensor: StoredTensor, itemsize: int) -> int:
+    """Return a tensor's bytes once loaded for computing in a type of `itemsize` bytes.
+
+    Vectors and convolutions are kept in float32, packed weights as stored, everything else in the compute type.
+    """
+    if tensor.spec is None:
+        count = math.prod(tensor.shape)
+        return count * (4 if len(tensor.shape) == 1 or min(tensor.shape) <= 4 else itemsize)
+    factors = (part for part in (tensor.scales, tensor.biases) if part is not None)
+    wide = sum(math.prod(part.shape) * (1 if part.dtype == "U8" else itemsize) for part in factors)
+    return tensor.weight.length + wide
+
+
+def _widened_bytes(layout: ExpertLayout, itemsize: int) -> int:
+    """Return the temporary bytes per slot that computing one layer takes when its parts are not in the compute type."""
+    if itemsize == 2:
+        return 0
+    narrow: Mapping[str, int] = {"BF16": 2, "F16": 2}
+    return sum(4 * math.prod(part.shape) for part in layout.components if part.dtype in narrow)
+
+
+def _reserve(subtotal: int) -> int:
+    return max(16 * MIB, subtotal // 50)
+
+
+def _gib(value: int) -> str:
+    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.0f} MiB"
+
+
+def _ceil_gib(value: int) -> str:
+    return f"{math.ceil(10 * value / GIB) / 10:.1f}GiB" if value >= GIB else f"{math.ceil(value / MIB)}MiB"
+
+
+def _floor_gib(value: int) -> str:
+    return f"{math.floor(10 * value / GIB) / 10:.1f}GiB" if value >= GIB else f"{value // MIB}MiB"
+
