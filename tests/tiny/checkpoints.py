@@ -8,7 +8,7 @@ Invariants:
 2. Norms, convolutions, A_log and dt_bias are non-trivial on purpose: the reference's own initialisation makes
    most of them no-ops and hides bugs.
 
-Source: make_tiny_hf_qwen4exp.py (names, shapes, gains); qwen4exp.md 3.1 (official layout), 3.3 and 3.4 (MLX packs).
+Source: make_tiny_hf_qwen4exp.py (names, shapes, gains); qwen4exp.md 3.1 (official), 3.3 and 3.4 (MLX packs).
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class _Maker:
 
 
 def tiny_tensors(text: Mapping[str, Any], seed: int, *, vision: bool = False) -> dict[str, np.ndarray]:
-    """Return every tensor of the checkpoint under its official name: float32, and int64 for the hash constants."""
+    """Return every tensor under its official name: float32, and int64 for the hash constants."""
     maker = _Maker(text, seed)
     hidden, wide = text["hidden_size"], text["hc_count"] * text["hidden_size"]
     embed = maker.rng("embed").standard_normal((text["vocab_size"], hidden))
@@ -507,7 +507,7 @@ def _write(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
     text = config["text_config"]
-    # As in the real file, the turn end comes first in this list and is NOT the n-gram separator (statement 6).
+    # As in the real file, the turn end comes first in this list and is NOT the n-gram separator.
     generation = {
         "bos_token_id": text["bos_token_id"],
         "do_sample": True,

@@ -3,10 +3,10 @@
 Entry point: `write_tokenizer`. Writes `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
 Invariants:
-1. Special ids are those of the tiny config: end of text 120, vision 121 to 124; ChatML and thinking ids below.
+1. Special ids are those of the tiny config: end of text 120, vision 121 to 124; ChatML and thinking below.
 2. With 128 rows only printable ASCII, newline, tab and the bytes of three characters (one each of 2, 3 and 4
-   UTF-8 bytes, so that split code points occur) have tokens; other bytes are dropped by the encoder. With at least
-   300 rows every byte has a token. The last row never has one: real vocabularies are padded too.
+   UTF-8 bytes, so that split code points occur) have tokens; other bytes are dropped by the encoder. With at
+   least 300 rows every byte has a token. The last row never has one: real vocabularies are padded too.
 
 Source: qwen4exp.md 5.1 (special tokens), 5.3 (template behaviour).
 """
@@ -32,7 +32,7 @@ SPECIALS = {
 MULTIBYTE = "\u00e9\u20ac\U0001f600"
 MERGES = ("t h", "th e", "i n", "e r", "\u0120 t", "\u0120t h", "a n", "o u", "\u0120 a", "r e", "o r")
 
-# Shaped like the real template (5.3): effort sentence, think blocks, generation prompt that opens or closes thinking.
+# Shaped like the real template (5.3): effort sentence, think blocks, a generation prompt that opens or closes them.
 CHAT_TEMPLATE = """\
 {%- set thinking = enable_thinking is not defined or enable_thinking %}
 {%- set effort = reasoning_effort if reasoning_effort is defined else 'xhigh' %}
@@ -76,7 +76,7 @@ def byte_characters() -> list[str]:
 
 
 def vocabulary(vocab_size: int = 128) -> dict[str, int]:
-    """Return ordinary tokens and their ids: every id but the specials and the last row, as far as tokens go."""
+    """Return ordinary tokens and ids: every id but the specials and the last row, as far as tokens go."""
     characters = byte_characters()
     bytes_first = [10, 9, *range(32, 127), *dict.fromkeys(MULTIBYTE.encode())]
     merged = [merge.replace(" ", "") for merge in MERGES]

@@ -1,0 +1,496 @@
+"""What a `qwen4_exp` checkpoint says about itself, read once, checked and frozen. No MLX here.
+
+Entry points: `read_config(directory)`, `ModelConfig.from_dict`.
+
+Invariants:
+1. Every field that shapes the model must be in the file; only `seed` and `norm_topk_prob` have defaults, because
+   the official file omits exactly those two. The reference's class defaults describe another, smaller model.
+   Fields for training alone (initialisation, dropout, auxiliary loss, `use_cache`, `dtype`) are not read.
+2. A value this port does not implement is refused by name and value here, before a byte of weights is read.
+3. The n-gram separator comes from `text_config` alone, never from `generation_config.json`: hashing with the turn
+   end as separator gives fluent, wrong text after the first turn.
+
+Source: qwen4exp.md 1.1 (fields), 2.3.1 (n-gram constants).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mlx_flashnext.errors import UnsupportedCheckpoint
+
+LayerKind = Literal["gdn", "qsa"]
+
+# The reference renames `full_attention` after loading, mlx-vlm renames it differently: all three mean QSA.
+LAYER_KINDS: Mapping[str, LayerKind] = {
+    "linear_attention": "gdn",
+    "full_attention": "qsa",
+    "indexed_attention": "qsa",
+    "qwen_sparse_attention": "qsa",
+}
+QUANT_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+DEFAULT_SEED = 1234
+DEFAULT_NORM_TOPK_PROB = True
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How a matrix is quantised: MLX mode, bits per weight, weights per scale."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.mode not in QUANT_MODES:
+            raise UnsupportedCheckpoint(
+                f"Unknown quantisation mode {self.mode!r}",
+                hint=f"known modes: {', '.join(QUANT_MODES)}",
+                mode=self.mode,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConstants:
+    """Integers of the n-gram hash: one multiplier per context position; one size and offset per head.
+
+    `num_rows` is the padded number of table rows, `width` the values per row.
+    """
+
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_rows: int
+    width: int
+
+    @property
+    def num_heads(self) -> int:
+        """Return the number of table rows read per token."""
+        return len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The text model and its MTP module, under the names of the checkpoint's config."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    layer_kinds: tuple[LayerKind, ...]
+    hc_count: int
+    hc_lowrank: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    # QSA
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    indexer_n_heads: int
+    indexer_head_dim: int
+    indexer_budget: int
+    indexer_compress_ratio: int
+    # GDN
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    # MoE
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+    # PLE: the layer index is zero-based here; the file counts from one
+    ple_layer: int
+    ple_embed_dim: int
+    ple_conv_kernel_size: int
+    ngram_size: int
+    heads_per_ngram: int
+    split_ngram_parts: int
+    ngram: NgramConstants
+    # Tokens and the MTP module
+    eos_token_ids: tuple[int, ...]
+    ngram_separator: int
+    bos_token_id: int | None
+    num_mtp_layers: int
+
+    @property
+    def stack_size(self) -> int:
+        """Return the width of the flattened residual stack, streams times hidden."""
+        return self.hc_count * self.hidden_size
+
+    @property
+    def linear_key_dim(self) -> int:
+        """Return the width of all GDN keys (and of all queries) of one token."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        """Return the width of all GDN values of one token."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_conv_dim(self) -> int:
+        """Return the channels of the GDN convolution: queries, keys and values."""
+        return 2 * self.linear_key_dim + self.linear_value_dim
+
+    @property
+    def num_select_blocks(self) -> int:
+        """Return how many QSA blocks a query may select."""
+        return self.indexer_budget // self.indexer_compress_ratio
+
+    @property
+    def max_dense_tokens(self) -> int:
+        """Return the largest number of visible tokens at which QSA attends to everything."""
+        return self.indexer_budget + self.indexer_compress_ratio - 1
+
+    @property
+    def ple_conv_rows(self) -> int:
+        """Return how many earlier rows the dilated PLE convolution reaches back to."""
+        return (self.ple_conv_kernel_size - 1) * self.ngram_size
+
+    @property
+    def qsa_layers(self) -> tuple[int, ...]:
+        """Return the indices of the sparse attention layers."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "qsa")
+
+    @property
+    def gdn_layers(self) -> tuple[int, ...]:
+        """Return the indices of the gated delta net layers."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "gdn")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> ModelConfig:
+        """Parse and check the content of a `config.json`.
+
+        Args:
+            data: The whole file, or its `text_config` alone.
+
+        Raises:
+            UnsupportedCheckpoint: A field is missing, of the wrong type, inconsistent, or names something not
+                implemented.
+        """
+        top = _Fields(data, "")
+        if "text_config" in data:
+            top.choice("model_type", ("qwen4_exp",))
+            text = _Fields(top.mapping("text_config"), "text_config.")
+        else:
+            text = top
+        text.choice("model_type", ("qwen4_exp_text",))
+        return _parse(text)
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read `config.json` of a checkpoint directory.
+
+    Raises:
+        UnsupportedCheckpoint: The file is absent, is not JSON, or describes something not implemented.
+    """
+    path = directory / "config.json"
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UnsupportedCheckpoint(
+            f"No config.json in {directory}",
+            hint="give the directory that holds the checkpoint's config.json",
+        ) from None
+    except (ValueError, OSError) as error:
+        raise UnsupportedCheckpoint(
+            f"Cannot read {path}: {error}", hint="download the checkpoint again"
+        ) from None
+    if not isinstance(data, dict):
+        raise UnsupportedCheckpoint(
+            f"{path} holds a {type(data).__name__}, not an object", hint="download it again"
+        )
+    return ModelConfig.from_dict(data)
+
+
+def ngram_constants(
+    *,
+    vocab_size: int,
+    ngram_size: int,
+    heads_per_ngram: int,
+    vocab_size_base: int,
+    divisor: int,
+    embed_dim: int,
+    seed: int,
+    ple_index: int = 0,
+) -> NgramConstants:
+    """Compute the integer constants of one n-gram table.
+
+    Args:
+        vocab_size: Token ids are below this.
+        ngram_size: Longest context in tokens; heads exist for orders 2 to this.
+        heads_per_ngram: Hash heads per order.
+        vocab_size_base: Head sizes are the successive primes from here.
+        divisor: The table's row count is padded to a multiple of this.
+        embed_dim: Values of all heads together.
+        seed: Hash seed of the config (1234 where the file is silent; a runtime that used 0 read other rows).
+        ple_index: Place of the layer among the PLE layers.
+
+    Source: qwen4exp.md 2.3.1, recomputed there against the reference.
+    """
+    num_heads = (ngram_size - 1) * heads_per_ngram
+    sizes = _primes_from(vocab_size_base, num_heads * (ple_index + 1))[num_heads * ple_index :]
+    half = max(1, ((1 << 63) - 1) // vocab_size // 2)
+    multipliers = tuple(
+        2 * (_splitmix((seed + 10007 * ple_index + 0x9E3779B97F4A7C15 * (i + 1)) & _MASK64) % half) + 1
+        for i in range(ngram_size)
+    )
+    return NgramConstants(
+        multipliers=multipliers,
+        sizes=tuple(sizes),
+        offsets=tuple(sum(sizes[:h]) for h in range(num_heads)),
+        num_rows=math.ceil(sum(sizes) / divisor) * divisor,
+        width=embed_dim // num_heads,
+    )
+
+
+def _splitmix(v: int) -> int:
+    v = (v + 0x9E3779B97F4A7C15) & _MASK64
+    v = ((v ^ (v >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    v = ((v ^ (v >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return v ^ (v >> 31)
+
+
+def _primes_from(start: int, count: int) -> list[int]:
+    primes: list[int] = []
+    n = start
+    while len(primes) < count:
+        if n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)):
+            primes.append(n)
+        n += 1
+    return primes
+
+
+class _Fields:
+    """One object of the config file: accessors check presence, type and range, and name the field they refuse."""
+
+    def __init__(self, data: Mapping[str, object], prefix: str) -> None:
+        self._data = data
+        self._prefix = prefix
+
+    def refuse(self, name: str, why: str) -> UnsupportedCheckpoint:
+        value = self._data.get(name)
+        return UnsupportedCheckpoint(
+            f"Unsupported config: {self._prefix}{name} = {value!r}, {why}",
+            hint="use an official or MLX conversion of Qwen3.8-Flash-Next; inspect with `flashnext show MODEL`",
+            field=name,
+            value=value,
+        )
+
+    def has(self, name: str) -> bool:
+        return name in self._data
+
+    def get(self, name: str) -> object:
+        if name not in self._data:
+            raise UnsupportedCheckpoint(
+                f"Config field missing: {self._prefix}{name}",
+                hint="download the checkpoint's config.json again; this field has no safe default",
+                field=name,
+            )
+        return self._data[name]
+
+    def mapping(self, name: str) -> Mapping[str, object]:
+        value = self.get(name)
+        if not isinstance(value, Mapping):
+            raise self.refuse(name, "an object was expected")
+        return value
+
+    def integer(self, name: str, minimum: int = 1) -> int:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.refuse(name, f"an integer of at least {minimum} was expected")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.refuse(name, "a positive number was expected")
+        return float(value)
+
+    def choice(self, name: str, allowed: tuple[object, ...]) -> None:
+        value = self.get(name)
+        if not any(value == option and type(value) is type(option) for option in allowed):
+            raise self.refuse(name, f"only {' or '.join(map(repr, allowed))} is implemented")
+
+    def require(self, condition: bool, name: str, why: str) -> None:
+        if not condition:
+            raise self.refuse(name, why)
+
+
+def _parse(text: _Fields) -> ModelConfig:
+    for name, value in {
+        "hidden_act": "silu",
+        "output_gate_type": "sigmoid",
+        "mamba_ssm_dtype": "float32",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "mtp_use_dedicated_embeddings": False,
+        "indexer_kv_heads": 1,
+    }.items():
+        text.choice(name, (value,))
+
+    vocab_size = text.integer("vocab_size")
+    kinds = _layer_kinds(text)
+    rotary_dim, rope_theta = _rope(text)
+    eos_token_ids, separator, bos_token_id = _token_ids(text)
+    ple_layer = _ple_layer(text, len(kinds))
+    ngram_size = text.integer("ngram_size", 2)
+    heads_per_ngram = text.integer("heads_per_ngram")
+    ple_embed_dim = text.integer("ple_embed_dim")
+    num_heads = (ngram_size - 1) * heads_per_ngram
+    text.require(
+        ple_embed_dim % num_heads == 0, "ple_embed_dim", f"not divisible by {num_heads} n-gram heads"
+    )
+    ngram = ngram_constants(
+        vocab_size=vocab_size,
+        ngram_size=ngram_size,
+        heads_per_ngram=heads_per_ngram,
+        vocab_size_base=text.integer("ngram_vocab_size_base"),
+        divisor=text.integer("make_ngram_vocab_size_divisible_by"),
+        embed_dim=ple_embed_dim,
+        seed=text.integer("seed", 0) if text.has("seed") else DEFAULT_SEED,
+    )
+    norm_topk_prob = DEFAULT_NORM_TOPK_PROB
+    if text.has("norm_topk_prob"):
+        text.choice("norm_topk_prob", (True, False))
+        norm_topk_prob = text.get("norm_topk_prob") is True
+
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=text.integer("hidden_size"),
+        num_hidden_layers=len(kinds),
+        layer_kinds=kinds,
+        hc_count=text.integer("hc_count"),
+        hc_lowrank=text.integer("hc_lowrank"),
+        rms_norm_eps=text.number("rms_norm_eps"),
+        max_position_embeddings=text.integer("max_position_embeddings"),
+        num_attention_heads=text.integer("num_attention_heads"),
+        num_key_value_heads=text.integer("num_key_value_heads"),
+        head_dim=text.integer("head_dim"),
+        rotary_dim=rotary_dim,
+        rope_theta=rope_theta,
+        indexer_n_heads=text.integer("indexer_n_heads"),
+        indexer_head_dim=text.integer("indexer_head_dim"),
+        indexer_budget=text.integer("indexer_budget"),
+        indexer_compress_ratio=text.integer("indexer_compress_ratio"),
+        linear_num_key_heads=text.integer("linear_num_key_heads"),
+        linear_num_value_heads=text.integer("linear_num_value_heads"),
+        linear_key_head_dim=text.integer("linear_key_head_dim"),
+        linear_value_head_dim=text.integer("linear_value_head_dim"),
+        linear_conv_kernel_dim=text.integer("linear_conv_kernel_dim", 2),
+        num_experts=text.integer("num_experts"),
+        num_experts_per_tok=text.integer("num_experts_per_tok"),
+        moe_intermediate_size=text.integer("moe_intermediate_size"),
+        shared_expert_intermediate_size=text.integer("shared_expert_intermediate_size"),
+        norm_topk_prob=norm_topk_prob,
+        ple_layer=ple_layer,
+        ple_embed_dim=ple_embed_dim,
+        ple_conv_kernel_size=text.integer("ple_conv_kernel_size", 2),
+        ngram_size=ngram_size,
+        heads_per_ngram=heads_per_ngram,
+        split_ngram_parts=text.integer("split_ngram_parts"),
+        ngram=ngram,
+        eos_token_ids=eos_token_ids,
+        ngram_separator=separator,
+        bos_token_id=bos_token_id,
+        num_mtp_layers=_mtp_layers(text, rope_theta),
+    )
+    _check_sizes(text, config)
+    return config
+
+
+def _layer_kinds(text: _Fields) -> tuple[LayerKind, ...]:
+    num_layers = text.integer("num_hidden_layers")
+    types = text.get("layer_types")
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise text.refuse("layer_types", f"a list of num_hidden_layers = {num_layers} names was expected")
+    for index, name in enumerate(types):
+        if name not in LAYER_KINDS:
+            raise text.refuse("layer_types", f"unknown type {name!r} at index {index}")
+    return tuple(LAYER_KINDS[name] for name in types)
+
+
+def _rope(text: _Fields) -> tuple[int, float]:
+    """Return the rotary dims of the main heads and the base; a factor stored twice must agree with itself."""
+    rope = _Fields(text.mapping("rope_parameters"), "text_config.rope_parameters.")
+    rope.choice("rope_type", ("default",))
+    factor = rope.number("partial_rotary_factor") if rope.has("partial_rotary_factor") else None
+    if factor is None or text.has("partial_rotary_factor"):
+        outer = text.number("partial_rotary_factor")
+        text.require(factor in (None, outer), "partial_rotary_factor", f"rope_parameters says {factor}")
+        factor = outer
+    rotary_dim = int(text.integer("head_dim") * factor)
+    text.require(
+        0 < rotary_dim <= min(text.integer("head_dim"), text.integer("indexer_head_dim"))
+        and rotary_dim % 2 == 0,
+        "head_dim",
+        f"it gives {rotary_dim} rotary dims, which must be even and fit head_dim and indexer_head_dim",
+    )
+    return rotary_dim, rope.number("rope_theta")
+
+
+def _token_ids(text: _Fields) -> tuple[tuple[int, ...], int, int | None]:
+    """Return the stop ids of the text config, the n-gram separator among them, and the bos id."""
+    bos = text.integer("bos_token_id", 0) if text.get("bos_token_id") is not None else None
+    value = text.get("eos_token_id")
+    listed = value if isinstance(value, list) else [value]
+    eos = tuple(i for i in listed if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+    if not eos or len(eos) != len(listed):
+        raise text.refuse("eos_token_id", "a token id or a list of token ids was expected")
+    vocab_size = text.integer("vocab_size")
+    text.require(max(eos) < vocab_size, "eos_token_id", f"outside the vocabulary of {vocab_size}")
+    # Some loaders replace the id by a list that starts with the turn end; the real separator is also the bos.
+    separator = bos if bos is not None and bos in eos else eos[0]
+    return eos, separator, bos
+
+
+def _ple_layer(text: _Fields, num_layers: int) -> int:
+    ids = text.get("ple_layer_ids")
+    if not isinstance(ids, list) or len(ids) != 1:
+        raise text.refuse("ple_layer_ids", "a list of exactly one layer is implemented")
+    if isinstance(ids[0], bool) or not isinstance(ids[0], int) or not 1 <= ids[0] <= num_layers:
+        raise text.refuse("ple_layer_ids", f"layers are counted from 1 to {num_layers}")
+    return ids[0] - 1
+
+
+def _mtp_layers(text: _Fields, rope_theta: float) -> int:
+    count = text.integer("mtp_num_hidden_layers", 0)
+    text.require(count <= 1, "mtp_num_hidden_layers", "at most one MTP layer is implemented")
+    if count:
+        mtp = _Fields(text.mapping("mtp"), "text_config.mtp.")
+        types = mtp.get("layer_types")
+        if not isinstance(types, list) or [LAYER_KINDS.get(name) for name in types] != ["qsa"]:
+            raise mtp.refuse("layer_types", "one attention layer was expected")
+        mtp.choice("num_hidden_layers", (1,))
+        mtp.choice("mtp_use_hidden_state_from_layer", (None,))
+        mtp.require(mtp.number("rope_theta") == rope_theta, "rope_theta", f"the trunk's is {rope_theta}")
+    return count
+
+
+def _check_sizes(text: _Fields, config: ModelConfig) -> None:
+    for name, divisor in {
+        "num_attention_heads": config.num_key_value_heads,
+        "linear_num_value_heads": config.linear_num_key_heads,
+        "indexer_budget": config.indexer_compress_ratio,
+    }.items():
+        text.require(text.integer(name) % divisor == 0, name, f"not divisible by {divisor}")
+    text.require(
+        config.num_experts_per_tok <= config.num_experts,
+        "num_experts_per_tok",
+        f"of {config.num_experts} experts",
+    )
+    parts = config.split_ngram_parts
+    text.require(
+        config.ngram.num_rows % parts == 0, "split_ngram_parts", f"of {config.ngram.num_rows} table rows"
+    )

@@ -1,0 +1,39 @@
+"""Errors of the target port: a checkpoint, its weights or its tokenizer is not what the model needs.
+
+Every error carries a one-line `message` with the wrong value, a `hint` naming the next command or action, and
+a `context` of plain values for programs. They are caught once, at the command line's boundary.
+"""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """Root of the errors of `mlx_flashnext` below the engine.
+
+    Args:
+        message: One line, with the value that was wrong.
+        hint: The next command or action.
+        context: Plain values a program may read.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", **context: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+
+class UnsupportedCheckpoint(ModelError):
+    """The checkpoint describes a model, a size or a format that this port does not implement."""
+
+
+class WeightMismatch(ModelError):
+    """A tensor is missing, left over, of another shape or type than the config says, or not finite."""
+
+
+class TokenizerMismatch(ModelError):
+    """The tokenizer does not fit the checkpoint it came with."""
+
+
+class StateError(ModelError):
+    """A sequence state was asked for something it cannot do, such as forgetting its last tokens."""
