@@ -1,0 +1,91 @@
+"""What can go wrong in the store: one tree, caught once at the boundary of the program.
+
+    StoreError                      message, hint, context
+      CheckpointNotFound            no checkpoint there
+      CheckpointCorrupt             header, index, offsets or names that must not be trusted
+      RecordCorrupt                 a record or row ended early
+      SourceFailed                  the operating system refused a read
+      SourceChanged                 a file was edited or replaced after its index was read
+      SlotsExhausted                a request needs more slots than can be freed
+      WouldBlock                    a `*_nowait` call, or a wait whose time ran out
+      WorkerDied                    a reader thread is gone: the store is broken, open it again
+      StoreClosed                   the store was closed by its owner
+
+Closed by you (`StoreClosed`) and broken by the world (all others) are different classes. Errors of worker
+threads are delivered to the waiter of the read, never logged and dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class StoreError(Exception):
+    """Root of everything this package raises on purpose.
+
+    Attributes:
+        message: One line that names the wrong value.
+        hint: The next command or action, or "".
+        context: Machine-readable facts (file, offset, layer, expert, ...).
+    """
+
+    def __init__(self, message: str, *, hint: str = "", **context: object) -> None:
+        """Store the three parts; `str(error)` is the message alone."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by parts, since `Exception` would forget the keyword arguments."""
+        return (_rebuild, (type(self), self.message, self.hint, self.context))
+
+    def again(self) -> Self:
+        """Return a fresh error of the same content, caused by this one.
+
+        One failed read may have several waiters. Raising one instance in several threads would let them
+        write into each other's traceback.
+        """
+        copy = type(self)(self.message, hint=self.hint, **self.context)
+        copy.__cause__ = self
+        return copy
+
+
+def _rebuild(kind: type[StoreError], message: str, hint: str, context: dict[str, object]) -> StoreError:
+    return kind(message, hint=hint, **context)
+
+
+class CheckpointNotFound(StoreError):  # noqa: N818 - the names are the design's, they read as sentences
+    """There is no checkpoint at the path. Give the directory that holds the `.safetensors` files."""
+
+
+class CheckpointCorrupt(StoreError):  # noqa: N818
+    """The files contradict themselves or each other. Fetch them again; nothing was loaded."""
+
+
+class RecordCorrupt(StoreError):  # noqa: N818
+    """A record or row ended before its length. The request stops; nothing is substituted."""
+
+
+class SourceFailed(StoreError):  # noqa: N818
+    """The operating system could not read. The context holds errno, file and offset."""
+
+
+class SourceChanged(StoreError):  # noqa: N818
+    """A file is no longer the one whose index was read. Open the checkpoint again."""
+
+
+class SlotsExhausted(StoreError):  # noqa: N818
+    """More distinct records were asked for than there are slots that may be freed now."""
+
+
+class WouldBlock(StoreError):  # noqa: N818
+    """The answer is not there yet. The request stays valid: wait for it, or cancel it."""
+
+
+class WorkerDied(StoreError):  # noqa: N818
+    """A reader thread ended without finishing its read. The store takes no further work."""
+
+
+class StoreClosed(StoreError):  # noqa: N818
+    """The store was closed while or before this was asked of it."""
