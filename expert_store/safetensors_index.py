@@ -14,54 +14,30 @@ Everything here is hostile until shown otherwise. What this module hands out obe
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
 from expert_store.errors import CheckpointNotFound
-from expert_store.safetensors_header import (
-    DTYPE_BITS,
-    HeaderEntry,
-    JsonObject,
-    corrupt,
-    decode_header,
-    failed,
-    parse_json,
+from expert_store.safetensors_file import (
+    MAX_HEADER_BYTES,
+    FileInfo,
+    TensorInfo,
+    open_regular,
+    place,
+    read_exactly,
+    read_header,
 )
+from expert_store.safetensors_header import JsonObject, corrupt, parse_json
+
+__all__ = ["FileInfo", "TensorInfo", "TensorTable", "read_tensor_table"]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
-MAX_HEADER_BYTES: Final = 64 * 2**20
-"""The official FP8 layout has 152 k tensors; in one file its header is 20 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A file as it was when its header was read; `FileSource` compares on every read."""
-
-    path: Path
-    size: int
-    mtime_ns: int
-    inode: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where one tensor lies. `offset` counts from the start of the file, `length` is in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -120,11 +96,21 @@ def read_tensor_table(directory: Path) -> TensorTable:
     tensors: dict[str, TensorInfo] = {}
     digest = hashlib.sha256()
     for file, name in enumerate(names):
-        info, header = _read_header(directory, root, name)
+        info, header = read_header(directory / name, _inside(directory, root, name))
         files.append(info)
         digest.update(b"%s\0%d\0%d\0" % (name.encode(), info.size, len(header)))
         digest.update(header)
-        _add_tensors(tensors, header, file=file, info=info, name=name, names=names, weight_map=weight_map)
+        placed = {tensor.name: tensor for tensor in place(header, info, file)}
+        if weight_map is not None:
+            _check_listed(placed, weight_map, name)
+        if not placed.keys().isdisjoint(tensors):
+            twice = next(tensor for tensor in placed if tensor in tensors)
+            raise corrupt(
+                f"Tensor is in two files: {twice} in {names[tensors[twice].file]} and {name}",
+                file=name,
+                tensor=twice,
+            )
+        tensors.update(placed)
     if weight_map is not None and len(weight_map) != len(tensors):
         missing = next(tensor for tensor in weight_map if tensor not in tensors)
         raise corrupt(
@@ -175,7 +161,7 @@ def _inside(directory: Path, root: Path, name: str) -> Path:
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-    metadata: msgspec.Raw | None = None
+    metadata: msgspec.Raw = msgspec.Raw(b"")
 
 
 _INDEX_DECODER: Final = msgspec.json.Decoder(_Index)
@@ -186,15 +172,15 @@ def _read_index(directory: Path, root: Path) -> dict[str, str] | None:
     if not os.path.lexists(directory / INDEX_NAME):
         return None
     path = _inside(directory, root, INDEX_NAME)
-    with _open_regular(path, INDEX_NAME) as (stream, status):
+    with open_regular(path, INDEX_NAME) as (stream, status):
         if status.st_size > MAX_HEADER_BYTES:
             raise corrupt(f"Index is larger than {MAX_HEADER_BYTES} bytes: {status.st_size}", file=INDEX_NAME)
-        text = _read_exactly(stream, status.st_size, INDEX_NAME, 0)
+        text = read_exactly(stream, status.st_size, INDEX_NAME, 0)
     try:
         index = _INDEX_DECODER.decode(text)
         quotes = 2 + 4 * len(index.weight_map)
-        if index.metadata is not None:
-            quotes += 2 + bytes(index.metadata).count(b'"')
+        metadata = bytes(index.metadata)
+        quotes += 2 + metadata.count(b'"') if metadata else 0
         if b"\\" in text or text.count(b'"') != quotes:
             return _index_strict(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -215,153 +201,12 @@ def _index_strict(text: bytes) -> dict[str, str]:
     return names
 
 
-class _open_regular:  # noqa: N801 - used as a function
-    """Open a regular file for reading; never a pipe or device, which could block for ever."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-
-    def __enter__(self) -> tuple[BinaryIO, os.stat_result]:
-        try:
-            if not stat.S_ISREG(self._path.stat().st_mode):
-                raise corrupt(f"Not a regular file: {self._name}", file=self._name)
-            self._stream = self._path.open("rb")
-        except OSError as error:
-            raise failed(error, self._name, 0) from error
-        return self._stream, os.fstat(self._stream.fileno())
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-
-def _read_exactly(stream: BinaryIO, length: int, name: str, offset: int) -> bytes:
-    try:
-        data = stream.read(length)
-    except OSError as error:
-        raise failed(error, name, offset) from error
-    if len(data) != length:
-        raise corrupt(
-            f"File is cut short: {name} wanted {length} bytes at {offset}, got {len(data)}",
-            file=name,
-            offset=offset,
-        )
-    return data
-
-
-def _read_header(directory: Path, root: Path, name: str) -> tuple[FileInfo, bytes]:
-    """Return the file's identity and its header bytes; the file is opened by its real, checked path."""
-    with _open_regular(_inside(directory, root, name), name) as (stream, status):
-        size = status.st_size
-        if size < 8:
-            raise corrupt(
-                f"File is too short for a header length: {name} has {size} bytes", file=name, size=size
-            )
-        length = int.from_bytes(_read_exactly(stream, 8, name, 0), "little")
-        if length > size - 8:
-            raise corrupt(
-                f"Header of {name} is longer than the file: {length} bytes, the file has {size}",
-                file=name,
-                header=length,
-            )
-        if length > MAX_HEADER_BYTES:
-            raise corrupt(
-                f"Header of {name} is larger than {MAX_HEADER_BYTES} bytes: {length}",
-                hint="this is not a checkpoint this program can index",
-                file=name,
-                header=length,
-            )
-        header = _read_exactly(stream, length, name, 8)
-    return FileInfo(directory / name, size, status.st_mtime_ns, status.st_ino), header
-
-
-def _add_tensors(
-    tensors: dict[str, TensorInfo],
-    header: bytes,
-    *,
-    file: int,
-    info: FileInfo,
-    name: str,
-    names: list[str],
-    weight_map: dict[str, str] | None,
-) -> None:
-    """Check one file's entries (X1 to X3) and add them to the table."""
-    entries = decode_header(header, name)
-    start = 8 + len(header)
-    data_bytes = info.size - start
-    intervals: list[tuple[int, int, str]] = []
-    for tensor, entry in entries.items():
-        place = _checked(tensor, entry, file, start, data_bytes, name)
-        if tensor in tensors:
-            raise corrupt(
-                f"Tensor is in two files: {tensor} in {names[tensors[tensor].file]} and {name}",
-                file=name,
-                tensor=tensor,
-            )
-        if weight_map is not None and weight_map.get(tensor) != name:
-            where = weight_map.get(tensor)
+def _check_listed(placed: Mapping[str, TensorInfo], weight_map: dict[str, str], name: str) -> None:
+    """Refuse a tensor that the index does not place in the file it was found in (X3)."""
+    for tensor in placed:
+        where = weight_map.get(tensor)
+        if where != name:
             said = "does not list" if where is None else f"places in {where}"
             raise corrupt(
                 f"Shard {name} holds a tensor that the index {said}: {tensor}", file=name, tensor=tensor
             )
-        tensors[tensor] = place
-        begin = place.offset - start
-        intervals.append((begin, begin + place.length, tensor))
-    intervals.sort()
-    covered = 0
-    for begin, end, tensor in intervals:
-        if begin != covered:
-            fault = (
-                "overlaps the one before it"
-                if begin < covered
-                else f"leaves a hole of {begin - covered} bytes before it"
-            )
-            raise corrupt(
-                f"Tensor {fault}: {tensor} in {name} begins at {begin}",
-                file=name,
-                tensor=tensor,
-                offset=begin,
-            )
-        covered = end
-    if covered != data_bytes:
-        raise corrupt(
-            f"Header of {name} lists {covered} data bytes, the file holds {data_bytes}",
-            file=name,
-            wanted=covered,
-            got=data_bytes,
-        )
-
-
-def _checked(
-    tensor: str, entry: HeaderEntry, file: int, start: int, data_bytes: int, name: str
-) -> TensorInfo:
-    """Return the place of one tensor after checking its own numbers (X1, X2)."""
-    dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
-    if dtype is None or shape is None or offsets is None:
-        lacking = "dtype" if dtype is None else "shape" if shape is None else "data_offsets"
-        raise corrupt(f"Header entry has no {lacking}: {tensor} in {name}", file=name, tensor=tensor)
-    bits = DTYPE_BITS.get(dtype)
-    if bits is None:
-        raise corrupt(
-            f"Unknown dtype: {dtype!r} of {tensor} in {name}", file=name, tensor=tensor, dtype=dtype
-        )
-    begin, end = offsets
-    if not 0 <= begin <= end:
-        raise corrupt(
-            f"Offsets are negative or reversed: {offsets} of {tensor} in {name}", file=name, tensor=tensor
-        )
-    if end > data_bytes:
-        raise corrupt(
-            f"Tensor ends beyond its file: {tensor} in {name} ends at {end} of {data_bytes} data bytes",
-            file=name,
-            tensor=tensor,
-            offset=begin,
-        )
-    if shape and min(shape) < 0:
-        raise corrupt(f"Shape is negative: {shape} of {tensor} in {name}", file=name, tensor=tensor)
-    if math.prod(shape) * bits != 8 * (end - begin):
-        raise corrupt(
-            f"Length does not fit the shape: {tensor} in {name} has {end - begin} bytes for {dtype} {shape}",
-            file=name,
-            tensor=tensor,
-        )
-    return TensorInfo(tensor, sys.intern(dtype), shape, file, start + begin, end - begin)
