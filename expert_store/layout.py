@@ -1,7 +1,7 @@
 """Where records and rows lie in files: pure arithmetic, no I/O. Entry: `RecordLayout`, `RowLayout`.
 
-A record is one expert's bytes: named components in a fixed order, each one run of bytes in one file. The store
-never sees a dtype. Three shapes of checkpoint are covered:
+A record is one expert's bytes: named components in a fixed order, each one run of bytes in one file. The
+store never sees a dtype. Two shapes of checkpoint are covered:
     stacked   one tensor per component for all experts: MLX packs, and the fused HF tensors, where a component
               is a fixed part of each expert's stride (gate and up inside gate_up);
     listed    one tensor per component and expert: the official FP8 layout.
@@ -52,7 +52,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StackedComponent:
-    """A component whose experts repeat every `stride` bytes from `base`: `length` bytes, `offset` into each stride."""
+    """A component whose experts repeat every `stride` bytes from `base`.
+
+    Expert e has `length` bytes at base + e * stride + offset.
+    """
 
     name: str
     file: int
@@ -117,7 +120,8 @@ class RecordLayout:
         self.record_bytes = sum(lengths)
         self._places = tuple(places)
         if num_experts < 1 or not names or min(lengths) < 1:
-            raise self._fault(f"{num_experts} experts of components {dict(zip(names, lengths, strict=True))}")
+            parts = dict(zip(names, lengths, strict=True))
+            raise _corrupt(f"layer {layer} has {num_experts} experts of {parts}", layer=layer)
         self._check_bounds(file_sizes)
 
     @classmethod
@@ -183,7 +187,7 @@ class RecordLayout:
             for expert, span in enumerate(spans):
                 if span.length != length:
                     raise _corrupt(
-                        f"{name} of layer {layer}: expert {expert} has {span.length} bytes, expert 0 has {length}"
+                        f"{name} of layer {layer}: {span.length} bytes in expert {expert}, {length} in expert 0"
                     )
             lengths.append(length)
             places.append(_List(array("q", (s.file for s in spans)), array("q", (s.offset for s in spans))))
@@ -206,19 +210,22 @@ class RecordLayout:
         return place.files[expert], place.offsets[expert], self.component_lengths[index]
 
     def _check_bounds(self, file_sizes: Sequence[int]) -> None:
-        for index, place in enumerate(self._places):
-            # A stack grows with the expert, so its two ends bound it.
-            experts = (0, self.num_experts - 1) if isinstance(place, _Rule) else range(self.num_experts)
-            for expert in experts:
-                file, offset, length = self._place(index, expert)
-                if not _is_inside(file, offset, length, file_sizes):
-                    raise self._fault(
-                        f"{self.component_names[index]} of expert {expert}", file, offset, length
+        for name, length, place in zip(
+            self.component_names, self.component_lengths, self._places, strict=True
+        ):
+            if isinstance(place, _Rule):  # a stack grows with the expert, so its two ends bound it
+                ends = (place.start, place.start + (self.num_experts - 1) * place.stride)
+                where = zip((place.file, place.file), ends, strict=True)
+            else:
+                where = zip(place.files, place.offsets, strict=True)
+            for file, offset in where:
+                if not (0 <= file < len(file_sizes) and 0 <= offset <= file_sizes[file] - length):
+                    raise _corrupt(
+                        f"{name} of layer {self.layer}: {length} bytes at {offset} leave file {file}",
+                        layer=self.layer,
+                        file=file,
+                        offset=offset,
                     )
-
-    def _fault(self, what: str, file: int = -1, offset: int = -1, length: int = 0) -> CheckpointCorrupt:
-        where = "" if file < 0 else f" lies outside file {file}: {length} bytes at {offset}"
-        return _corrupt(f"layer {self.layer}: {what}{where}", layer=self.layer, file=file, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +237,7 @@ class RowPart:
 
 
 class RowLayout:
-    """A table of small rows in one or more parts, in row order (parts sorted by their number, not their name).
+    """A table of small rows in parts, in row order (parts sorted by their number, not by their name).
 
     Attributes:
         num_rows: Rows of all parts.
@@ -248,7 +255,7 @@ class RowLayout:
         """Check and keep the parts.
 
         Raises:
-            CheckpointCorrupt: A part that is not whole rows, rows of differing length, or bytes outside a file.
+            CheckpointCorrupt: A part that is not whole rows, rows of differing length, bytes outside a file.
         """
         self.component_names = tuple(component_names)
         self.parts = tuple(parts)
@@ -295,7 +302,7 @@ def _row_length(number: int, num_rows: int, span: Placed, file_sizes: Sequence[i
         raise _corrupt(f"part {number} of a row table: {span.length} bytes for {num_rows} rows")
     if not _is_inside(span.file, span.offset, span.length, file_sizes):
         raise _corrupt(
-            f"part {number} of a row table lies outside file {span.file}: {span.length} bytes at {span.offset}"
+            f"part {number} of a row table: {span.length} bytes at {span.offset} leave file {span.file}"
         )
     return length
 
