@@ -1,6 +1,6 @@
 """Text to tokens and back, for the byte-level BPE of the checkpoint.
 
-Entry points: `Tokenizer.open` and `Tokenizer.stream`.
+Entry points: `Tokenizer.open` and `Tokenizer.stream_decoder`.
 
 Invariants:
 1. `StreamDecoder` pieces, concatenated with the flush, equal `Tokenizer.decode` of the same ids, byte for byte.
@@ -15,12 +15,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import decoders
 
 from mlx_flashnext.errors import TokenizerMismatch
-from mlx_flashnext.text.generation_config import read_generation_defaults, read_vocab_size
+from mlx_flashnext.text.generation_config import read_generation_defaults
 
 
 def _character_bytes() -> dict[str, int]:
@@ -33,6 +34,15 @@ def _character_bytes() -> dict[str, int]:
 
 
 _BYTES = _character_bytes()
+
+
+class HasVocabulary(Protocol):
+    """What a model config tells about its vocabulary."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of rows of the embedding."""
+        ...
 
 
 class Tokenizer:
@@ -51,20 +61,22 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
-        """Open the tokenizer of a checkpoint directory and check it against the model's vocabulary.
+        """Open the tokenizer of a checkpoint directory.
 
         Raises:
-            TokenizerMismatch: the file is missing, unreadable, not byte-level, or has ids the model has no row for.
+            TokenizerMismatch: the file is missing, unreadable or not byte-level.
             UnsupportedCheckpoint: `config.json` or `generation_config.json` cannot be read.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerMismatch(
-                f"The checkpoint has no tokenizer: {path}", hint="download tokenizer.json into it", path=str(path)
+                f"The checkpoint has no tokenizer: {path}",
+                hint="download tokenizer.json into it",
+                path=str(path),
             )
         try:
             raw = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
+        except Exception as error:  # the library raises nothing narrower
             raise TokenizerMismatch(
                 f"tokenizer.json cannot be read: {error}", hint="download the file again", path=str(path)
             ) from error
@@ -73,9 +85,7 @@ class Tokenizer:
                 f"tokenizer.json must decode byte-level tokens: {type(raw.decoder).__name__}",
                 hint="this runtime serves the byte-level BPE of Qwen models only",
             )
-        eos_ids = read_generation_defaults(directory).eos_ids
-        _check_vocabulary(raw, eos_ids, read_vocab_size(directory))
-        return cls(raw, eos_ids)
+        return cls(raw, read_generation_defaults(directory).eos_ids)
 
     @property
     def num_ids(self) -> int:
@@ -86,6 +96,30 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Return the ids of special tokens, which are never text."""
         return self._special_ids
+
+    def check_vocabulary(self, config: HasVocabulary) -> None:
+        """Check that the model has a row for every id that can be read or ends an answer.
+
+        Raises:
+            TokenizerMismatch: an id lies beyond the model's rows.
+        """
+        rows, vocab = config.vocab_size, self._raw.get_vocab(with_added_tokens=True)
+        token, largest = max(vocab.items(), key=lambda item: item[1], default=("", -1))
+        if largest >= rows:
+            raise TokenizerMismatch(
+                f"The tokenizer has ids beyond the model's {rows} rows: {largest} ({token!r})",
+                hint="tokenizer.json belongs to another model; download it again",
+                largest_id=largest,
+                vocab_size=rows,
+            )
+        for eos in self.eos_ids:
+            if not 0 <= eos < rows:
+                raise TokenizerMismatch(
+                    f"An end-of-text id lies beyond the model's {rows} rows: {eos}",
+                    hint="generation_config.json belongs to another model; download it again",
+                    eos_id=eos,
+                    vocab_size=rows,
+                )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of `text`, with no token added.
@@ -120,7 +154,7 @@ class Tokenizer:
         except KeyError:
             return token.encode()
 
-    def stream(self, *, special: bool = False) -> StreamDecoder:
+    def stream_decoder(self, *, special: bool = False) -> StreamDecoder:
         """Return a fresh decoder for one answer."""
         return StreamDecoder(self, special=special)
 
@@ -148,24 +182,3 @@ class StreamDecoder:
     def flush(self) -> str:
         """Return what remains at the end: a replacement character if the last code point is incomplete."""
         return self._utf8.decode(b"", final=True)
-
-
-def _check_vocabulary(raw: tokenizers.Tokenizer, eos_ids: Collection[int], vocab_size: int | None) -> None:
-    if vocab_size is None:
-        return
-    token, largest = max(raw.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1], default=("", -1))
-    if largest >= vocab_size:
-        raise TokenizerMismatch(
-            f"The tokenizer has ids beyond the model's {vocab_size} rows: {largest} ({token!r})",
-            hint="tokenizer.json belongs to another model; download it again",
-            largest_id=largest,
-            vocab_size=vocab_size,
-        )
-    for eos in eos_ids:
-        if not 0 <= eos < vocab_size:
-            raise TokenizerMismatch(
-                f"An end-of-text id lies beyond the model's {vocab_size} rows: {eos}",
-                hint="generation_config.json belongs to another model; download it again",
-                eos_id=eos,
-                vocab_size=vocab_size,
-            )

@@ -43,12 +43,10 @@ class _File(msgspec.Struct):
 
 
 class _TextConfig(msgspec.Struct):
-    vocab_size: int | None = None
     eos_token_id: int | list[int] | None = None
 
 
 class _Config(msgspec.Struct):
-    vocab_size: int | None = None
     eos_token_id: int | list[int] | None = None
     text_config: _TextConfig | None = None
 
@@ -73,12 +71,6 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         repetition_penalty=file.repetition_penalty,
         eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
     )
-
-
-def read_vocab_size(directory: Path) -> int | None:
-    """Return the model's number of token ids as its config states it, None if it does not."""
-    config = _decode(directory / "config.json", _Config)
-    return config.text_config.vocab_size if config.text_config else config.vocab_size
 
 
 def _decode(path: Path, kind: type[_T]) -> _T:

@@ -1,0 +1,256 @@
+"""Chat templates: messages to prompt text, rendered as the checkpoint's own Jinja template says.
+
+Entry points: `ChatTemplate.open` and `ChatTemplate.render`.
+
+Invariants:
+1. A rendering ends within its limits of time, memory and output, or is an error; the next one starts afresh.
+2. The checkpoint's template is rendered, never imitated. Two rules are ours: the effort `high` means `xhigh`, and tool
+   arguments given as a JSON string are parsed.
+
+Source: qwen4exp.md 5.3. Where the template lies: as transformers 5 looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from mlx_flashnext.errors import ModelError
+from mlx_flashnext.text.template_process import TemplateProcess, TemplateProcessEnded
+
+Message = Mapping[str, Any]
+TIME_LIMIT_S = 5.0
+MEMORY_LIMIT_BYTES = 1 << 30
+OUTPUT_LIMIT_CHARS = 32_000_000
+# Exit status of `template_worker.py` when its watchdog saw too much memory; not imported, to keep jinja2 out.
+MEMORY_EXIT = 71
+_EFFORTS = {"high": "xhigh"}
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplateFailed(ModelError):
+    """The chat template is missing, broken, refused the conversation, or did not end."""
+
+
+class ChatTemplate:
+    """The chat template of one checkpoint and the process that renders it. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        tokens: Mapping[str, str] | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    ) -> None:
+        """Start compiling the template in the background.
+
+        Args:
+            source: Jinja source.
+            tokens: special tokens by name, such as `eos_token`.
+            time_limit_s: for compiling, and for each rendering.
+            memory_limit_bytes: of the rendering process.
+        """
+        self._tokens = dict(tokens or {})
+        self._time_limit_s = time_limit_s
+        self._setup = {
+            "source": source,
+            "memory_bytes": memory_limit_bytes,
+            "output_chars": OUTPUT_LIMIT_CHARS,
+        }
+        self._process: TemplateProcess | None = self._start()
+
+    @classmethod
+    def open(cls, directory: Path) -> ChatTemplate:
+        """Open the template of a checkpoint directory.
+
+        Raises:
+            ChatTemplateFailed: there is none, or it cannot be read.
+        """
+        config_path, path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config = _read_config(config_path)
+        try:
+            source = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            source = _embedded(config.get("chat_template"))
+        except UnicodeDecodeError as error:
+            raise ChatTemplateFailed(
+                f"chat_template.jinja is not UTF-8 at byte {error.start}", hint="download the file again"
+            ) from error
+        if source is None:
+            raise ChatTemplateFailed(
+                f"The checkpoint has no chat template: {directory}",
+                hint="add chat_template.jinja, or send text as it is with --ignore-chat-template",
+            )
+        return cls(source, tokens=_special_tokens(config))
+
+    def variables(self) -> frozenset[str]:
+        """Return the names the template reads from its caller.
+
+        Raises:
+            ChatTemplateFailed: it does not compile.
+        """
+        try:
+            answer = self._child().compiled()
+        except TemplateProcessEnded as ended:
+            self._ended(ended)
+        self._check(answer)
+        return frozenset(answer["variables"])
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: `role`, `content`, for assistants perhaps `reasoning_content` and `tool_calls`.
+            add_generation_prompt: end where the assistant begins to speak.
+            enable_thinking: None leaves it to the template.
+            reasoning_effort: None leaves it to the template.
+            tools: JSON schemas of tools.
+            extra: further variables, such as `preserve_thinking`.
+
+        Raises:
+            ChatTemplateFailed: the template refused the conversation, failed, or exceeded its limits.
+        """
+        variables: dict[str, Any] = {
+            **self._tokens,
+            "messages": [_plain(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else list(tools),
+            **extra,
+        }
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        if reasoning_effort is not None:
+            variables["reasoning_effort"] = _EFFORTS.get(reasoning_effort, reasoning_effort)
+        self.variables()
+        try:
+            answer = self._child().ask({"variables": variables})
+        except TemplateProcessEnded as ended:
+            self._ended(ended)
+        self._check(answer)
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the rendering process. Idempotent."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> TemplateProcess:
+        return TemplateProcess(self._setup, time_limit_s=self._time_limit_s)
+
+    def _child(self) -> TemplateProcess:
+        if self._process is None:
+            self._process = self._start()
+        return self._process
+
+    def _check(self, answer: Mapping[str, Any]) -> None:
+        kind = answer.get("kind")
+        if kind is None:
+            return
+        detail = " ".join(str(answer["error"]).split())
+        if kind == "syntax":
+            self.close()
+            raise ChatTemplateFailed(
+                f"The chat template is not valid Jinja: {detail}", hint="download chat_template.jinja again"
+            )
+        if kind == "memory":
+            self._refuse_size(detail)
+        if kind == "refused":
+            raise ChatTemplateFailed(f"The chat template refused the conversation: {detail}")
+        raise ChatTemplateFailed(
+            f"The chat template failed: {detail}", hint="the template and this conversation do not fit"
+        )
+
+    def _ended(self, ended: TemplateProcessEnded) -> NoReturn:
+        self.close()
+        if ended.is_late:
+            raise ChatTemplateFailed(
+                f"The chat template did not finish within {self._time_limit_s:g} s and was stopped",
+                hint="do not trust this checkpoint's chat_template.jinja",
+            ) from ended
+        if ended.status == MEMORY_EXIT:
+            self._refuse_size("out of memory")
+        raise ChatTemplateFailed(
+            f"The chat template's process ended: exit status {ended.status}",
+            hint="check that jinja2 is installed beside flashnext",
+        ) from ended
+
+    def _refuse_size(self, detail: str) -> NoReturn:
+        self.close()
+        raise ChatTemplateFailed(
+            f"The chat template grew too large and was stopped: {detail}",
+            hint="do not trust this checkpoint's chat_template.jinja",
+        )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as the template wants it: no nulls, tool arguments as mappings."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except msgspec.DecodeError as error:
+            raise ChatTemplateFailed(
+                f"Arguments of the tool call {function.get('name')!r} are not JSON: {error}",
+                hint="send arguments as a JSON object",
+            ) from error
+        function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else dict(function)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ChatTemplateFailed(
+            f"{path.name} cannot be read: {error}", hint="download the file again"
+        ) from error
+
+
+def _embedded(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        return named.get("default")
+    return None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _TOKEN_NAMES:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
