@@ -1,0 +1,234 @@
+"""Routed experts of one layer in every layout. Entry point: `expert_layout`.
+
+    fused     gate_up_proj [E, 2W, H], rows 0..W-1 gate, then up; down_proj [E, H, W]; plain or quantised
+    split     gate_proj, up_proj [E, W, H]; down_proj [E, H, W]; plain or quantised (MLX packs)
+    listed    three F8_E4M3 matrices and their block scales for each expert (official FP8)
+
+Invariants:
+1. Components of a fused stack are its two halves, so gate and up of one expert stay neighbours in the file
+and are
+   fetched by one read.
+2. The stored width W may exceed the config's only by padding to a multiple of `PADDED_MULTIPLE`, and only if
+gate, up
+   and down agree. The whole stored width is computed, so padding can never change a result unless it is not
+   zero.
+
+Source: qwen4exp.md 2.7, 3.1 to 3.5; padding: FIELD.md P66 (K-quant packs pad 640 to 768).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from expert_store.layout import RecordLayout, StackedComponent
+from expert_store.safetensors_index import TensorInfo
+from mlx_flashnext.checkpoint.expected import Size, Sizes
+from mlx_flashnext.checkpoint.grouping import ExpertGroup, Parts
+from mlx_flashnext.checkpoint.matching import check_shape, size_mismatch
+from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.stored import PROJECTIONS, Component, ExpertLayout, Projection
+from mlx_flashnext.config import ModelConfig, QuantSpec
+from mlx_flashnext.errors import WeightMismatch
+
+PADDED_MULTIPLE = 256
+FUSED = "gate_up_proj"
+
+
+class ExpertReader:
+    """Turns stored expert tensors of a layer into an `ExpertLayout`.
+
+    Args:
+        config: The model's config.
+        quantization: What config.json says of quantisation.
+        text: The text config, for messages.
+        file_sizes: Bytes of each file of the table.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        quantization: Quantization,
+        text: Mapping[str, object],
+        file_sizes: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._quantization = quantization
+        self._text = text
+        self._file_sizes = tuple(file_sizes)
+        self._sizes = Sizes(config)
+
+    def layout(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout:
+        """Describe one layer.
+
+        Args:
+            layer: Layer index the records are to carry.
+            prefix: Canonical prefix, for example `layers.3.mlp.experts`.
+            group: The stored tensors.
+
+        Raises:
+            WeightMismatch: A projection is missing or stored twice, or a size, dtype or quantisation is
+            wrong. CheckpointCorrupt: A stack leaves its file.
+        """
+        if group.listed and group.stacked:
+            raise _mismatch(f"{prefix} is stored both in one piece and expert by expert", prefix)
+        if group.listed:
+            return self._listed(layer, prefix, group)
+        stacked = group.stacked
+        wanted = {FUSED, "down_proj"} if FUSED in stacked else {"gate_proj", "up_proj", "down_proj"}
+        for name in sorted(wanted ^ stacked.keys()):
+            what = "Tensor missing" if name in wanted else "Tensor stored twice"
+            raise _mismatch(f"{what}: {prefix}.{name}", f"{prefix}.{name}")
+        for name, parts in stacked.items():
+            if "weight" not in parts:
+                raise _mismatch(f"Tensor missing: {prefix}.{name}.weight", f"{prefix}.{name}.weight")
+        return self._stacked(layer, prefix, stacked)
+
+    def _stacked(self, layer: int, prefix: str, stacked: Mapping[str, Parts]) -> ExpertLayout:
+        width = self._width(stacked)
+        hidden = self._sizes.hidden
+        wide = Size(width, ("moe_intermediate_size",))
+        specs: dict[Projection, QuantSpec | None] = {}
+        rows: dict[Projection, Size] = {"gate": wide, "up": wide, "down": hidden}
+        columns: dict[Projection, Size] = {"gate": hidden, "up": hidden, "down": wide}
+        pieces: list[tuple[Component, StackedComponent]] = []
+        for projection in PROJECTIONS:
+            leaf = f"{projection}_proj"
+            fused = FUSED in stacked and projection != "down"
+            parts = stacked[FUSED if fused else leaf]
+            half = (("gate", "up").index(projection), 2) if fused else (0, 1)
+            spec = self._check_stack(
+                f"{prefix}.{leaf}", parts, rows[projection], columns[projection], half[1]
+            )
+            specs[projection] = spec
+            pieces += (
+                _piece(f"{leaf}.{part}", parts[part], half, self._config.num_experts)
+                for part in (("weight", "scales", "biases") if spec else ("weight",))
+                if part in parts
+            )
+        if FUSED in stacked:  # part by part, so that the halves of one stack follow each other (invariant 1)
+            order = {name: i for i, name in enumerate(("weight", "scales", "biases"))}
+            pieces.sort(
+                key=lambda piece: (piece[0].name[:4] == "down", order[piece[0].name.rpartition(".")[2]])
+            )
+        _nothing_left(stacked, pieces)
+        record = RecordLayout.stacked(
+            layer, self._config.num_experts, [place for _, place in pieces], file_sizes=self._file_sizes
+        )
+        return ExpertLayout(record, tuple(component for component, _ in pieces), specs, width)
+
+    def _width(self, stacked: Mapping[str, Parts]) -> int:
+        """Return the stored expert width, refusing one that is neither the config's nor a padding of it."""
+        fused = stacked.get(FUSED)
+        info = (fused or stacked["gate_proj"])["weight"]
+        if len(info.shape) != 3:
+            raise _mismatch(
+                f"{info.name}: shape {list(info.shape)}, three dimensions were expected", info.name
+            )
+        width, rest = divmod(info.shape[1], 2 if fused else 1)
+        if rest:
+            raise _mismatch(f"{info.name}: {info.shape[1]} rows do not halve into gate and up", info.name)
+        asked = self._config.moe_intermediate_size
+        padded = -(-asked // PADDED_MULTIPLE) * PADDED_MULTIPLE
+        if width not in (asked, padded):
+            raise size_mismatch(
+                info, "expert width", width, Size(asked, ("moe_intermediate_size",)), self._text
+            )
+        return width
+
+    def _check_stack(
+        self, name: str, parts: Parts, rows: Size, columns: Size, num_halves: int
+    ) -> QuantSpec | None:
+        weight = parts["weight"]
+        lead = (self._sizes.experts, Size(rows.value * num_halves, rows.fields))
+        if weight.dtype in FLOATS:
+            check_shape(weight, weight.shape, (*lead, columns), self._text)
+            return None
+        if weight.dtype != "U32":
+            raise _mismatch(f"{weight.name}: experts of dtype {weight.dtype} are not known", weight.name)
+        if "scales" not in parts:
+            raise _mismatch(f"Tensor missing: {name}.scales, its weight is packed", f"{name}.scales")
+        check_shape(weight, weight.shape[:-1], lead, self._text)
+        fused = f"{name.rpartition('.')[0]}.{FUSED}"
+        configured = self._quantization.spec_of(Place(name), Place(fused))
+        return quant_spec(columns, weight, parts["scales"], parts.get("biases"), configured, self._text)
+
+    def _listed(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout:
+        block = self._quantization.fp8_block
+        if block is None:
+            raise _mismatch(
+                f"{prefix} is stored expert by expert, but config.json names no quant_method fp8", prefix
+            )
+        hidden, num_experts = self._sizes.hidden, self._sizes.experts
+        wide = Size(self._config.moe_intermediate_size, ("moe_intermediate_size",))
+        pieces: list[tuple[Component, list[TensorInfo]]] = []
+        for projection in PROJECTIONS:
+            rows, columns = (hidden, wide) if projection == "down" else (wide, hidden)
+            scale_sizes = (Size(-(-rows.value // block[0]), ()), Size(-(-columns.value // block[1]), ()))
+            for part, sizes, dtypes in (
+                ("weight", (rows, columns), ("F8_E4M3",)),
+                ("weight_scale_inv", scale_sizes, FLOATS),
+            ):
+                stored = group.listed.get((f"{projection}_proj", part), {})
+                name = f"{projection}_proj.{part}"
+                infos = self._in_order(f"{prefix}.{name}", stored, num_experts)
+                first = infos[0]
+                check_shape(first, first.shape, sizes, self._text)
+                for info in infos:
+                    if info.shape != first.shape or info.dtype not in dtypes or info.dtype != first.dtype:
+                        raise _mismatch(
+                            f"{info.name}: {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} "
+                            f"{list(first.shape)}",
+                            info.name,
+                        )
+                pieces.append((Component(name, first.dtype, first.shape), infos))
+        if len(group.listed) != len(pieces):
+            known = {component.name for component, _ in pieces}
+            extra = next(key for key in group.listed if ".".join(key) not in known)
+            info = next(iter(group.listed[extra].values()))
+            raise _mismatch(f"Tensor not known: {info.name}", info.name)
+        # In file order, so that neighbours are fetched by one read.
+        pieces.sort(key=lambda piece: (piece[1][0].file, piece[1][0].offset))
+        record = RecordLayout.listed(
+            layer, [(component.name, infos) for component, infos in pieces], file_sizes=self._file_sizes
+        )
+        components = tuple(component for component, _ in pieces)
+        return ExpertLayout(record, components, dict.fromkeys(PROJECTIONS), wide.value)
+
+    def _in_order(self, name: str, stored: Mapping[int, TensorInfo], num_experts: Size) -> list[TensorInfo]:
+        count = num_experts.value
+        infos: list[TensorInfo] = []
+        for expert in range(count):
+            info = stored.get(expert)
+            if info is None:
+                raise _mismatch(
+                    f"Tensor missing: {name} of expert {expert}; config.json asks for num_experts = {count}",
+                    name,
+                )
+            infos.append(info)
+        if len(stored) != count:
+            info = stored[max(stored)]
+            raise size_mismatch(info, "number of experts", len(stored), num_experts, self._text)
+        return infos
+
+
+def _nothing_left(stacked: Mapping[str, Parts], pieces: Sequence[tuple[Component, StackedComponent]]) -> None:
+    used = {(place.file, place.base) for _, place in pieces}
+    for parts in stacked.values():
+        for info in parts.values():
+            if (info.file, info.offset) not in used:
+                raise _mismatch(f"Tensor not known: {info.name}", info.name)
+
+
+def _piece(
+    name: str, info: TensorInfo, half: tuple[int, int], num_experts: int
+) -> tuple[Component, StackedComponent]:
+    index, num_halves = half
+    stride = info.length // num_experts
+    length = stride // num_halves
+    _, rows, columns = info.shape
+    component = Component(name, info.dtype, (rows // num_halves, columns))
+    return component, StackedComponent(name, info.file, info.offset, stride, index * length, length)
+
+
+def _mismatch(message: str, tensor: str) -> WeightMismatch:
+    return WeightMismatch(message, hint="fetch or convert the checkpoint again", tensor=tensor)

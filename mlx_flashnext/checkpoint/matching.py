@@ -1,0 +1,128 @@
+"""Plain tensors against what the config asks for. Entry point: `match_tensors`.
+
+Invariant: a tensor is accepted only with the exact shape the config gives and a dtype the loader reads; a
+refusal names the tensor, the dimension, both values and the config fields behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from expert_store.safetensors_index import TensorInfo
+from mlx_flashnext.checkpoint.expected import Expected, Size, describe
+from mlx_flashnext.checkpoint.grouping import Parts
+from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.stored import StoredTensor
+from mlx_flashnext.errors import ModelError, WeightMismatch
+
+WRONG_PAIR = "config.json does not belong to these files: get both from one place"
+
+
+@dataclass(slots=True)
+class Match:
+    """Outcome: tensors found whole, canonical names missing, and what is wrong with the rest."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    problems: list[ModelError] = field(default_factory=list)
+    used: list[TensorInfo] = field(default_factory=list)
+
+
+def match_tensors(
+    expected: Iterable[Expected],
+    modules: Mapping[str, Parts],
+    quantization: Quantization,
+    text: Mapping[str, object],
+) -> Match:
+    """Find every expected tensor among the stored ones.
+
+    Args:
+        expected: What the config asks for.
+        modules: What is stored, by canonical module and part.
+        quantization: What the config says of quantisation.
+        text: The text config, for messages.
+    """
+    match = Match()
+    for want in expected:
+        parts = modules.get(want.name)
+        if parts is None or "weight" not in parts:
+            match.missing.append(want.name)
+            continue
+        try:
+            stored = _stored(want, parts, quantization, text)
+        except ModelError as error:
+            match.problems.append(error)
+            match.used.extend(parts.values())
+            continue
+        match.tensors[want.name] = stored
+        match.used.extend(stored.parts)
+    return match
+
+
+def _stored(
+    want: Expected, parts: Parts, quantization: Quantization, text: Mapping[str, object]
+) -> StoredTensor:
+    weight = parts["weight"]
+    if want.role == "matrix" and weight.dtype == "U32":
+        return _quantised(want, parts, quantization, text)
+    allowed = ("I64",) if want.role == "integer" else FLOATS
+    if weight.dtype not in allowed:
+        raise WeightMismatch(
+            f"{weight.name}: dtype {weight.dtype}, {' or '.join(allowed)} was expected",
+            hint="fetch or convert the checkpoint again",
+            tensor=weight.name,
+            dtype=weight.dtype,
+        )
+    shape = weight.shape
+    if want.role == "conv" and len(shape) == 3 and 1 in shape[1:]:
+        shape = (shape[0], shape[2] if shape[1] == 1 else shape[1])
+    check_shape(weight, shape, want.sizes, text)
+    return StoredTensor(want.name, want.shape, None, weight, role=want.role)
+
+
+def _quantised(
+    want: Expected, parts: Parts, quantization: Quantization, text: Mapping[str, object]
+) -> StoredTensor:
+    weight, scales = parts["weight"], parts.get("scales")
+    if scales is None:
+        raise WeightMismatch(
+            f"Tensor missing: {weight.name.removesuffix('.weight')}.scales, its weight is packed",
+            hint="fetch the checkpoint again",
+            tensor=weight.name,
+        )
+    rows, columns = want.sizes
+    check_shape(weight, weight.shape[:-1], (rows,), text)
+    biases = parts.get("biases")
+    spec = quant_spec(columns, weight, scales, biases, quantization.spec_of(Place(want.name)), text)
+    return StoredTensor(want.name, want.shape, spec, weight, scales, biases)
+
+
+def check_shape(
+    info: TensorInfo, shape: tuple[int, ...], sizes: tuple[Size, ...], text: Mapping[str, object]
+) -> None:
+    """Refuse a stored shape that is not the expected one, naming the config fields behind the difference."""
+    if len(shape) != len(sizes):
+        raise WeightMismatch(
+            f"{info.name}: shape {list(info.shape)}, expected {[size.value for size in sizes]}",
+            hint=WRONG_PAIR,
+            tensor=info.name,
+        )
+    for axis, (found, size) in enumerate(zip(shape, sizes, strict=True)):
+        if found != size.value:
+            raise size_mismatch(info, f"dimension {axis}", found, size, text)
+
+
+def size_mismatch(
+    info: TensorInfo, what: str, found: int, size: Size, text: Mapping[str, object]
+) -> WeightMismatch:
+    """Return the refusal of one size: the tensor's value against the config's, with the fields behind it."""
+    behind = f" ({describe(size, text)})" if size.fields else ""
+    return WeightMismatch(
+        f"{info.name}: {what} is {found}, config.json asks for {size.value}{behind}",
+        hint=WRONG_PAIR,
+        tensor=info.name,
+        found=found,
+        expected=size.value,
+        fields=size.fields,
+    )

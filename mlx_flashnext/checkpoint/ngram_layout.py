@@ -1,0 +1,139 @@
+"""The n-gram table in every layout. Entry point: `ngram_layout`.
+
+Invariants:
+1. Parts are joined in the order of their numbers; a name never decides.
+2. All parts together have exactly the rows the hash can name, of exactly the width the config gives.
+
+Source: qwen4exp.md 2.3.1, 3.1 to 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from expert_store.layout import RowLayout, RowPart
+from expert_store.safetensors_index import TensorInfo
+from mlx_flashnext.checkpoint.expected import Size, Sizes
+from mlx_flashnext.checkpoint.grouping import Parts
+from mlx_flashnext.checkpoint.matching import check_shape, size_mismatch
+from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.stored import Component, NgramLayout
+from mlx_flashnext.config import ModelConfig, QuantSpec
+from mlx_flashnext.errors import WeightMismatch
+
+
+def ngram_layout(
+    module: str,
+    table: Mapping[int | None, Parts],
+    config: ModelConfig,
+    quantization: Quantization,
+    text: Mapping[str, object],
+    file_sizes: Sequence[int],
+) -> NgramLayout:
+    """Describe the table.
+
+    Args:
+        module: Its canonical name.
+        table: Its stored parts by number; None for a whole matrix, or for the one scale of an FP8 table.
+        config: The model's config.
+        quantization: What config.json says of quantisation.
+        text: The text config, for messages.
+        file_sizes: Bytes of each file of the table.
+
+    Raises:
+        WeightMismatch: A part is missing, or rows, width, dtype or quantisation are wrong.
+        CheckpointCorrupt: A part leaves its file.
+    """
+    whole = dict(table.get(None, {}))
+    scale = whole.pop("weight_scale", None)
+    numbered = {number: parts for number, parts in table.items() if number is not None}
+    if whole and numbered:
+        raise _mismatch(f"{module} is stored both whole and in {len(numbered)} parts", module)
+    if numbered:
+        count = config.split_ngram_parts
+        for number in range(max(count, max(numbered) + 1)):
+            if number not in numbered:
+                raise _mismatch(
+                    f"Tensor missing: part {number} of {module}; "
+                    f"config.json asks for split_ngram_parts = {count}",
+                    module,
+                )
+        if len(numbered) != count:
+            last = numbered[max(numbered)]
+            info = next(iter(last.values()))
+            size = Size(count, ("split_ngram_parts",))
+            raise size_mismatch(info, "number of table parts", len(numbered), size, text)
+        ordered = [(number, numbered[number]) for number in range(count)]
+    elif whole:
+        ordered = [(None, whole)]
+    else:
+        raise _mismatch(f"Tensor missing: {module}, the n-gram table", module)
+
+    width = Sizes(config).row_width
+    spec: QuantSpec | None = None
+    components: tuple[Component, ...] = ()
+    rows: list[RowPart] = []
+    for index, (number, parts) in enumerate(ordered):
+        infos, part_spec = _part(module, number, parts, width, quantization, text)
+        found = tuple(
+            Component(name, info.dtype, info.shape[1:])
+            for name, info in zip(("weight", "scales", "biases"), infos, strict=False)
+        )
+        if index and (part_spec != spec or found != components):
+            raise _mismatch(f"{infos[0].name}: stored otherwise than the parts before it", infos[0].name)
+        spec, components = part_spec, found
+        rows.append(RowPart(infos[0].shape[0], infos))
+    first = rows[0].spans[0]
+    assert isinstance(first, TensorInfo)
+    if first.dtype == "F8_E4M3" and scale is None:
+        raise _mismatch(f"Tensor missing: {module}.weight_scale, the table is FP8", module)
+    num_rows = sum(part.num_rows for part in rows)
+    if num_rows != config.ngram.num_rows:
+        fields = (
+            "ngram_vocab_size_base",
+            "make_ngram_vocab_size_divisible_by",
+            "ngram_size",
+            "heads_per_ngram",
+        )
+        raise size_mismatch(
+            first, "number of rows of all table parts", num_rows, Size(config.ngram.num_rows, fields), text
+        )
+    record = RowLayout([component.name for component in components], rows, file_sizes=file_sizes)
+    return NgramLayout(record, components, spec, num_rows, width.value, config.ngram.num_heads, scale)
+
+
+def _part(
+    module: str,
+    number: int | None,
+    parts: Parts,
+    width: Size,
+    quantization: Quantization,
+    text: Mapping[str, object],
+) -> tuple[tuple[TensorInfo, ...], QuantSpec | None]:
+    weight = parts.get("weight")
+    where = module if number is None else f"{module} part {number}"
+    if weight is None:
+        raise _mismatch(f"Tensor missing: {where}, weight", module)
+    if len(weight.shape) != 2:
+        raise _mismatch(
+            f"{weight.name}: shape {list(weight.shape)}, two dimensions were expected", weight.name
+        )
+    packed = weight.dtype == "U32"
+    for part, info in parts.items():
+        if part not in (("weight", "scales", "biases") if packed else ("weight",)):
+            raise _mismatch(f"Tensor not known: {info.name}", info.name)
+    if weight.dtype in (*FLOATS, "F8_E4M3"):
+        check_shape(weight, weight.shape[1:], (width,), text)
+        return (weight,), None
+    if not packed:
+        raise _mismatch(f"{weight.name}: a table of dtype {weight.dtype} is not known", weight.name)
+    scales, biases = parts.get("scales"), parts.get("biases")
+    if scales is None:
+        raise _mismatch(f"Tensor missing: {where}, scales; its weight is packed", module)
+    configured = quantization.spec_of(Place(module, number), Place(module))
+    spec = quant_spec(width, weight, scales, biases, configured, text)
+    return tuple(info for info in (weight, scales, biases) if info is not None), spec
+
+
+def _mismatch(message: str, tensor: str) -> WeightMismatch:
+    return WeightMismatch(message, hint="fetch or convert the checkpoint again", tensor=tensor)
