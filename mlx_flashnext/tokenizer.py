@@ -3,11 +3,13 @@
 Entry points: `Tokenizer.open` and `Tokenizer.stream_decoder`.
 
 Invariants:
-1. `StreamDecoder` pieces, concatenated with the flush, equal `Tokenizer.decode` of the same ids, byte for byte.
+1. `StreamDecoder` pieces, concatenated with the flush, equal `Tokenizer.decode` of the same ids, byte for
+   byte.
 2. A piece never ends inside a code point: bytes wait until they are complete or certainly broken.
 
-Source: `tokenizer.json` through the tokenizers library; ByteLevel decoding is its table and its lossy UTF-8 rule.
-Imports neither transformers nor MLX (1.6 s of start-up); a parity test compares with transformers.
+Source: `tokenizer.json` through the tokenizers library; ByteLevel decoding is its table and its lossy
+UTF-8 rule. Imports neither transformers nor MLX (1.6 s of start-up); a parity test compares with
+transformers.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 Entry points: `SamplingParams` (what was asked, validated) and `Sampler` (one answer's chooser).
 
 Invariants:
-1. The draw at a position depends on seed, position, logits and history alone: not on chunking, blocks or other draws.
+1. The draw at a position depends on seed, position, logits and history alone: not on chunking, blocks or
+   other draws.
 2. Nothing here waits for the device; the returned token is a lazy scalar.
 3. Temperature 0 is greedy: the largest logit, the lowest id among equals.
 
-Source: order and semantics of mlx-lm 0.32 `sample_utils` (bias, repetition, presence, frequency, then top-p, min-p,
-top-k on the temperature-1 distribution, then temperature), compared with it in the tests. Equal logits at the edge of
-top-k are the one difference: all of them stay.
+Source: order and semantics of mlx-lm 0.32 `sample_utils` (bias, repetition, presence, frequency, then
+top-p, min-p, top-k on the temperature-1 distribution, then temperature), compared with it in the tests.
+Equal logits at the edge of top-k are the one difference: all of them stay.
 """
 
 import math
@@ -59,10 +60,16 @@ class SamplingParams:
         _require(0 <= self.top_p <= 1, "top_p must be from 0 to 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p must be from 0 to 1", self.min_p)
         _require(
-            0 < self.repetition_penalty < math.inf, "repetition_penalty must be positive", self.repetition_penalty
+            0 < self.repetition_penalty < math.inf,
+            "repetition_penalty must be positive",
+            self.repetition_penalty,
         )
-        _require(math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty)
-        _require(math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty)
+        _require(
+            math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty
+        )
+        _require(
+            math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty
+        )
         _require(self.seed is None or 0 <= self.seed <= _MASK64, "seed must be from 0 to 2^64 - 1", self.seed)
         _require(self.penalty_context >= 1, "penalty_context must be 1 or more", self.penalty_context)
         for token, bias in self.logit_bias.items():
@@ -134,7 +141,7 @@ def penalised(logits_V: mx.array, recent: Sequence[int], params: SamplingParams)
     """
     if params.logit_bias:
         ids, values = mx.array(list(params.logit_bias)), mx.array(list(params.logit_bias.values()))
-        logits_V = logits_V.at[ids].add(values)
+        logits_V = mx.put_along_axis(logits_V, ids, logits_V[ids] + values, axis=-1)
     if not recent or not params.has_penalties:
         return logits_V
     counts: dict[int, int] = {}

@@ -1,1 +1,3 @@
-"""Text around the tokens: chat templates, thinking, generation defaults. Imports neither MLX nor transformers."""
+"""Text around the tokens: chat templates, thinking, generation defaults. Imports neither MLX nor
+transformers.
+"""

@@ -3,9 +3,10 @@
 Entry points: `ChatTemplate.open` and `ChatTemplate.render`.
 
 Invariants:
-1. A rendering ends within its limits of time, memory and output, or is an error; the next one starts afresh.
-2. The checkpoint's template is rendered, never imitated. Two rules are ours: the effort `high` means `xhigh`, and tool
-   arguments given as a JSON string are parsed.
+1. A rendering ends within its limits of time, memory and output, or is an error; the next one starts
+   afresh.
+2. The checkpoint's template is rendered, never imitated. Two rules are ours: the effort `high` means
+   `xhigh`, and tool arguments given as a JSON string are parsed.
 
 Source: qwen4exp.md 5.3. Where the template lies: as transformers 5 looks for it.
 """
@@ -36,7 +37,7 @@ class ChatTemplateFailed(ModelError):
 
 
 class ChatTemplate:
-    """The chat template of one checkpoint and the process that renders it. Close it, or use it as a context."""
+    """The chat template of one checkpoint and the process that renders it. Close it, or use a context."""
 
     def __init__(
         self,

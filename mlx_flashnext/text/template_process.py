@@ -3,11 +3,13 @@
 Entry point: `TemplateProcess`.
 
 Invariants:
-1. No call outlasts its deadline, whatever the child does; a child that misses one is dead before the call returns.
+1. No call outlasts its deadline, whatever the child does; a child that misses one is dead before the call
+   returns.
 2. The child never outlives this process: its input closes with us, and it arms an alarm while it renders.
 3. The child does not see the terminal's Ctrl-C (own process group) and holds none of our descriptors.
 
-Safe after MLX has started threads: `subprocess` replaces the process image at once; nothing runs in the fork.
+Safe after MLX has started threads: `subprocess` replaces the process image at once; nothing runs in the
+fork.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 WORKER = Path(__file__).with_name("template_worker.py")
 START_LIMIT_S = 30.0
@@ -118,7 +120,8 @@ class TemplateProcess:
             return
         except BrokenPipeError:
             self._fail(is_late=False)
-        self._unsent = self._unsent[sent:]
+        else:
+            self._unsent = self._unsent[sent:]
 
     def _receive(self) -> None:
         assert self._process.stdout is not None
@@ -140,7 +143,7 @@ class TemplateProcess:
         del self._received[: 4 + size]
         return json.loads(body)
 
-    def _fail(self, *, is_late: bool) -> None:
+    def _fail(self, *, is_late: bool) -> NoReturn:
         self.close()
         raise TemplateProcessEnded(status=self._process.returncode, is_late=is_late)
 

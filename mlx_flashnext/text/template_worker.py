@@ -1,18 +1,20 @@
 """The child process that renders chat templates. A program, not a library: `python template_worker.py`.
 
-A template is a program from a stranger's checkpoint. Python cannot stop its own loops, so they run here, where the
-parent can kill them. Started by path, it imports jinja2 and the standard library, never the package.
+A template is a program from a stranger's checkpoint. Python cannot stop its own loops, so they run here,
+where the parent can kill them. Started by path, it imports jinja2 and the standard library, never the
+package.
 
 Frames on stdin and stdout: four bytes of length, little-endian, then JSON. First frame in: the setup
-(`source`, `memory_bytes`, `output_chars`, `seconds`); first out: `{"variables": [...]}`. Then one answer per request,
-`{"text": ...}` or `{"kind": ..., "error": ...}`. End of input ends the process.
+(`source`, `memory_bytes`, `output_chars`, `seconds`); first out: `{"variables": [...]}`. Then one answer
+per request, `{"text": ...}` or `{"kind": ..., "error": ...}`. End of input ends the process.
 
 Invariants:
 1. Whatever happens to the parent, this process ends: end of input when idle, SIGALRM while rendering.
 2. Memory is capped by the kernel where it can (RLIMIT_AS on Linux), by a watchdog thread everywhere.
 
-Source: environment and filters as in transformers 5 `chat_template_utils` (trim_blocks, lstrip_blocks, loop controls,
-`tojson` without HTML escaping, `raise_exception`, `strftime_now`, `generation` blocks), compared in a parity test.
+Source: environment and filters as in transformers 5 `chat_template_utils` (trim_blocks, lstrip_blocks,
+loop controls, `tojson` without HTML escaping, `raise_exception`, `strftime_now`, `generation` blocks),
+compared in a parity test.
 """
 
 import contextlib
@@ -47,7 +49,7 @@ class _TooLarge(Exception):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**", "%"])
+    intercepted_binops = {"*", "**", "%"}  # noqa: RUF012  as the base class declares it
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*" and _product_size(left, right) > _OPERAND_LIMIT:
@@ -62,7 +64,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what training code scores; it renders as its body."""
 
-    tags = frozenset(["generation"])
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -6,7 +6,8 @@ Invariants:
 1. No character of a `</think>` tag is ever shown, however the tag is cut over pieces.
 2. The pieces, concatenated, do not depend on how the text was cut.
 
-Source: qwen4exp.md 5.3. A thinking prompt ends inside the think block, so the generated text starts inside it.
+Source: qwen4exp.md 5.3. A thinking prompt ends inside the think block, so the generated text starts
+inside it.
 """
 
 from dataclasses import dataclass

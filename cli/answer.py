@@ -1,0 +1,236 @@
+"""Plays one answer: engine events in, reasoning and answer out through a sink, a summary at the end.
+
+Entry point: `play`. The sinks decide what a stream of events looks like: text for people, lines of JSON
+for programs, or nothing until the end.
+
+Invariant: the concatenated pieces are the final text, and stdout carries nothing else.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from cli.console import Console, as_json_value, statistics_line
+from cli.engine_factory import EngineLike, Services, SessionLike
+from cli.interrupts import Interrupts
+from cli.model_path import FoundModel
+from cli.options import AnswerOptions, MemoryOptions
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.plan import PlanRequest
+    from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.engine.stats import GenerationStatistics
+
+FINISH_HINTS = {
+    "context": "the context is full: {used} tokens; {advice}",
+    "length": "stopped after --max-tokens {max_tokens}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to the engine.
+
+    Attributes:
+        prompt: the whole rendering, as tokens.
+        starts_inside: the prompt ends inside a think block.
+        max_tokens: most tokens of the answer, None for the rest of the context.
+    """
+
+    prompt: Sequence[int]
+    starts_inside: bool
+    params: "SamplingParams"
+    stop_ids: tuple[int, ...]
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished answer."""
+
+    text: str
+    reasoning: str
+    finish_reason: str
+    statistics: "GenerationStatistics"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form; statistics are named as in METRICS.md."""
+        return {
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.statistics.prompt_tokens,
+            "output_tokens": self.statistics.output_tokens,
+            "statistics": statistics_report(self.statistics),
+        }
+
+
+class Sink(Protocol):
+    """Where an answer goes while it is made."""
+
+    def prefill(self, done: int, total: int) -> None:
+        """Take prefill progress."""
+
+    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
+        """Take text that became final."""
+
+
+class TextSink:
+    """For people: the answer on stdout, the reasoning on stderr."""
+
+    def __init__(self, console: Console, *, hide_reasoning: bool) -> None:
+        self._console = console
+        self._hides_reasoning = hide_reasoning
+
+    def prefill(self, done: int, total: int) -> None:
+        """Show progress if it takes a while."""
+        self._console.progress("reading the prompt", done, total)
+
+    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:  # noqa: ARG002
+        """Write what is there."""
+        if reasoning and not self._hides_reasoning:
+            self._console.reasoning(reasoning)
+        if answer:
+            self._console.answer(answer)
+
+
+class LinesSink:
+    """For programs that follow along: one JSON event a line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def prefill(self, done: int, total: int) -> None:
+        """Report progress."""
+        self._console.document({"event": "prefill", "done": done, "total": total}, in_one_line=True)
+
+    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
+        """Report a token, or text that became final after the last one."""
+        event = {"event": "token", "token_id": token_id, "reasoning": reasoning, "text": answer}
+        if token_id is not None or reasoning or answer:
+            self._console.document(event, in_one_line=True)
+
+
+class SilentSink:
+    """For programs that wait for the end: progress on the terminal only."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def prefill(self, done: int, total: int) -> None:
+        """Show progress if it takes a while."""
+        self._console.progress("reading the prompt", done, total)
+
+    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
+        """Keep quiet."""
+
+
+def play(session: SessionLike, ask: Ask, sink: Sink, interrupts: Interrupts) -> Answer:
+    """Run one answer to its end.
+
+    Args:
+        session: continues when the prompt continues what it has consumed.
+        ask: the request.
+        sink: takes pieces as they become final.
+        interrupts: Ctrl-C ends the answer at the next cycle boundary.
+
+    Returns:
+        The whole answer; `finish_reason` is "cancelled" after Ctrl-C.
+    """
+    from mlx_flashnext.engine.events import PrefillProgress, Token
+    from mlx_flashnext.text.thinking import Piece, ThinkingSplitter
+
+    splitter = ThinkingSplitter(starts_inside=ask.starts_inside)
+    reasoning: list[str] = []
+    answer: list[str] = []
+
+    def take(piece: Piece, token_id: int | None) -> None:
+        reasoning.append(piece.reasoning)
+        answer.append(piece.answer)
+        sink.piece(piece.reasoning, piece.answer, token_id)
+
+    events = session.generate(
+        ask.prompt,
+        ask.params,
+        max_tokens=ask.max_tokens,
+        stop_ids=ask.stop_ids,
+        cancelled=interrupts.was_pressed,
+    )
+    with interrupts.polled(), closing(cast("_Closable", events)):
+        for event in events:
+            if isinstance(event, PrefillProgress):
+                sink.prefill(event.done, event.total)
+            elif isinstance(event, Token):
+                take(splitter.feed(event.text), event.token_id)
+            else:
+                take(splitter.feed(event.text), None)
+                take(splitter.flush(), None)
+                return Answer("".join(answer), "".join(reasoning), event.reason, event.statistics)
+    raise AssertionError("the engine ended an answer without saying so")
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@contextmanager
+def opened(
+    services: Services, model: FoundModel, memory: MemoryOptions, console: Console
+) -> Generator[EngineLike]:
+    """Open an engine for the length of a block, with progress on the terminal."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        console.progress(f"loading {stage}", done, total, is_bytes=total > 1 << 20)
+
+    engine = services.open_engine(model.directory, plan_request(memory), progress)
+    console.end_progress()
+    with closing(engine):
+        yield engine
+
+
+def plan_request(memory: MemoryOptions) -> "PlanRequest":
+    """Return what the memory flags ask of the plan."""
+    from mlx_flashnext.engine.plan import PlanRequest
+
+    return PlanRequest(
+        memory_bytes=memory.memory,
+        context_tokens=memory.ctx_size,
+        slots_per_layer=memory.slots,
+        prefill_step=memory.prefill_step_size,
+        policy=memory.policy,
+        num_readers=memory.readers,
+    )
+
+
+def show_end(
+    console: Console, answer: Answer, engine: EngineLike, options: AnswerOptions, *, max_tokens: int | None
+) -> None:
+    """Tell on stderr why an answer ended early, and what it cost."""
+    if answer.finish_reason == "context":
+        console.note(f"note: {context_advice(engine)}")
+    elif answer.finish_reason == "length" and max_tokens is not None and not options.hide_reasoning:
+        console.note(f"note: stopped after --max-tokens {max_tokens}")
+    wants = options.stats if options.stats is not None else console.err_is_terminal
+    if wants:
+        console.note(statistics_line(answer.statistics))
+
+
+def context_advice(engine: EngineLike) -> str:
+    """Return that the context is full, and what to do about it."""
+    plan = engine.plan
+    text = f"the context is full: {plan.context_tokens} tokens"
+    if plan.max_context_tokens > plan.context_tokens:
+        return f"{text}; --ctx-size {plan.max_context_tokens} fits the same memory"
+    if plan.longest_context_tokens > plan.context_tokens:
+        return (
+            f"{text}; --ctx-size {plan.longest_context_tokens} fits the same memory with fewer expert slots"
+        )
+    return f"{text}; more --memory allows more"
+
+
+def statistics_report(statistics: "GenerationStatistics") -> dict[str, Any]:
+    """Return the figures of an answer by name."""
+    from dataclasses import asdict
+
+    return as_json_value(asdict(statistics))

@@ -1,0 +1,1 @@
+"""The commands of `flashnext`, one a file."""

@@ -1,0 +1,259 @@
+"""Everything people see: streams, numbers, tables, progress, errors. The only formatter of numbers for
+people.
+
+Rules: stdout carries the answer or the document asked for, stderr everything else; each stream is
+examined on its own, so a file or a pipe gets no colour and no cursor movement. On a terminal, control
+characters of a model's text or of a file's names are made visible instead of being obeyed.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from cli.errors import CommandError, Failure
+from cli.settings import wants_colour, wants_progress
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.stats import GenerationStatistics
+
+PROGRESS_DELAY_S = 1.0
+PROGRESS_INTERVAL_S = 0.1
+PIPE_WIDTH = 160
+_DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
+# C0 and C1 controls except tab and newline.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+def printable(text: str) -> str:
+    """Return text that cannot move a terminal's cursor or change its state."""
+    return text.translate(_VISIBLE)
+
+
+def size(num_bytes: float) -> str:
+    """Return a size: `17.2 GiB`, `8.1 MiB`, `512 B`."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def statistics_line(statistics: "GenerationStatistics") -> str:
+    """Return the one line of figures after an answer. Prefill and decode are never mixed."""
+    fresh = statistics.prompt_tokens - statistics.reused_tokens
+    prefill = f"prefill {fresh} tok"
+    if statistics.prefill_ns > 0:
+        prefill += f" {fresh / statistics.prefill_ns * 1e9:.1f} tok/s"
+    if statistics.reused_tokens:
+        prefill += f" (+{statistics.reused_tokens} reused)"
+    decode = f"decode {statistics.output_tokens} tok"
+    if statistics.decode_ns > 0:
+        decode += f" {statistics.output_tokens / statistics.decode_ns * 1e9:.1f} tok/s"
+    if statistics.cycles and statistics.cycles != statistics.output_tokens:
+        decode += f", {statistics.output_tokens / statistics.cycles:.1f} tok/cycle"
+    reads = f"reads {size(statistics.read_bytes / max(1, statistics.output_tokens))}/tok"
+    if statistics.hit_rate is not None:
+        reads += f", hit {statistics.hit_rate * 100:.0f}%"
+    reads += f", waited {statistics.exposed_wait_ns / 1e9:.1f} s"
+    return " | ".join((prefill, decode, reads, f"peak {size(statistics.peak_bytes)}"))
+
+
+class Console:
+    """The two streams of one command."""
+
+    def __init__(self, *, colour: bool = True, quiet: bool = False, progress: bool = True) -> None:
+        """Examine the streams as they are now.
+
+        Args:
+            colour: False forbids colour.
+            quiet: no notes, no progress, no statistics.
+            progress: False forbids progress lines.
+        """
+        self.is_quiet = quiet
+        self.out_is_terminal = _is_terminal(sys.stdout)
+        self.err_is_terminal = _is_terminal(sys.stderr)
+        self._has_colour = colour and wants_colour(is_terminal=self.err_is_terminal)
+        self._out_has_colour = colour and wants_colour(is_terminal=self.out_is_terminal)
+        self._may_progress = progress and not quiet and self.err_is_terminal and wants_progress()
+        self._progress_since: float | None = None
+        self._progress_drawn = 0.0
+        self._reasoning_tail = ""
+
+    def answer(self, text: str) -> None:
+        """Write text to stdout now.
+
+        Raises:
+            BrokenPipeError: the reader has gone.
+            CommandError: the text cannot be written.
+        """
+        self.end_progress()
+        self._end_reasoning()
+        _write(sys.stdout, printable(text) if self.out_is_terminal else text)
+
+    def reasoning(self, text: str) -> None:
+        """Write reasoning to stderr now, dimmed where there is colour."""
+        if not text:
+            return
+        self.end_progress()
+        shown = printable(text) if self.err_is_terminal else text
+        _write(sys.stderr, f"{_DIM}{shown}{_PLAIN}" if self._has_colour else shown)
+        self._reasoning_tail = text
+
+    def note(self, text: str) -> None:
+        """Write a line to stderr, unless the command is to be quiet."""
+        if not self.is_quiet:
+            self.end_progress()
+            self._end_reasoning()
+            _write(sys.stderr, printable(text) + "\n")
+
+    def prompt(self, text: str) -> None:
+        """Write a prompt to stderr, without a line end."""
+        _write(sys.stderr, text)
+
+    def failure(self, failure: Failure, *, as_json: bool = False) -> None:
+        """Report an error: one line and a hint on stderr, or a JSON document on stdout."""
+        self.end_progress()
+        self._end_reasoning()
+        if as_json:
+            self.document(failure.to_dict())
+            return
+        text = f"error: {printable(' '.join(failure.message.split()))}\n"
+        if failure.hint:
+            text += f"\nhint: {printable(failure.hint)}\n"
+        _write(sys.stderr, text)
+
+    def document(self, value: object, *, in_one_line: bool = False) -> None:
+        """Write one JSON document to stdout."""
+        self.end_progress()
+        text = json.dumps(value, ensure_ascii=True, indent=None if in_one_line else 2)
+        _write(sys.stdout, text + "\n")
+
+    def table(
+        self, headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
+    ) -> None:
+        """Write a table to stdout, as wide as the terminal; cells wrap.
+
+        Args:
+            headings: of the columns.
+            rows: cells as text.
+            right: columns to align to the right.
+        """
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        width = _terminal_width() if self.out_is_terminal else PIPE_WIDTH
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+        for column, heading in enumerate(headings):
+            justify = "right" if column in right else "left"
+            table.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=column in right)
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        console = RichConsole(
+            width=width,
+            no_color=not self._out_has_colour,
+            highlight=False,
+            force_terminal=self._out_has_colour,
+            legacy_windows=False,
+        )
+        with console.capture() as capture:
+            console.print(table)
+        lines = (line.rstrip() for line in capture.get().splitlines())
+        _write(sys.stdout, "\n".join(lines) + "\n")
+
+    def line(self, text: str = "") -> None:
+        """Write a line of a report to stdout."""
+        _write(sys.stdout, printable(text) + "\n")
+
+    def progress(self, label: str, done: int, total: int, *, is_bytes: bool = False) -> None:
+        """Show how far something has come, on a terminal, once it takes longer than a moment."""
+        if not self._may_progress:
+            return
+        now = time.monotonic()
+        if self._progress_since is None:
+            self._progress_since = now
+        if now - self._progress_since < PROGRESS_DELAY_S or now - self._progress_drawn < PROGRESS_INTERVAL_S:
+            return
+        self._progress_drawn = now
+        share = f"{100 * done // max(1, total):3d}%"
+        of = f"{size(done)} of {size(total)}" if is_bytes else f"{done} of {total}"
+        text = f"{label} {share}  {of}"[: max(8, _terminal_width() - 1)]
+        _write(sys.stderr, f"{_CLEAR}{printable(text)}")
+
+    def end_progress(self) -> None:
+        """Remove the progress line, if there is one."""
+        if self._progress_drawn:
+            _write(sys.stderr, _CLEAR)
+        self._progress_since, self._progress_drawn = None, 0.0
+
+    def _end_reasoning(self) -> None:
+        """Leave an empty line between reasoning and what follows."""
+        if self._reasoning_tail:
+            _write(sys.stderr, "\n" if self._reasoning_tail.endswith("\n") else "\n\n")
+            self._reasoning_tail = ""
+
+
+def prepare_streams() -> None:
+    """Make the standard streams UTF-8 and present, whatever the locale and the caller left open."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # A file opened later must not become somebody's stdout.
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Send what is left to nowhere: the reader has gone, and the exit must stay quiet."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(null, stream.fileno())
+        except (OSError, ValueError):
+            continue
+    os.close(null)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_output()
+        raise CommandError(f"Cannot write: {error.strerror or error}", hint="free some space") from error
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def as_json_value(value: Any) -> Any:
+    """Return a JSON value for what statistics and plans carry."""
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[object, object]", value)
+        return {str(key): as_json_value(item) for key, item in mapping.items()}
+    if isinstance(value, list | tuple):
+        return [as_json_value(item) for item in cast("Sequence[object]", value)]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

@@ -1,0 +1,119 @@
+"""Where commands get their engine, plan and checkpoint from: the one seam to the floors below.
+
+Entry point: `Services`, carried as the command line's context object. Tests put a scripted engine behind
+the same protocols. Everything heavy is imported when called, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mlx_flashnext.checkpoint import Checkpoint, Inspection
+    from mlx_flashnext.engine.events import Event
+    from mlx_flashnext.engine.machine import Machine
+    from mlx_flashnext.engine.plan import Plan, PlanRequest
+    from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+
+
+class SessionLike(Protocol):
+    """One conversation's state. Prompts are whole renderings; what the state has seen is reused."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the tokens the state has consumed."""
+        ...
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int | None,
+        stop_ids: Collection[int],
+        stop_strings: Sequence[str] = (),
+        cancelled: Callable[[], bool] = ...,
+    ) -> Iterator[Event]:
+        """Answer a prompt, event by event."""
+        ...
+
+
+class HasDigest(Protocol):
+    """What the command line asks of an open checkpoint."""
+
+    @property
+    def digest(self) -> str:
+        """Return the identity of the checkpoint."""
+        ...
+
+
+class EngineLike(Protocol):
+    """A loaded model."""
+
+    @property
+    def plan(self) -> Plan:
+        """Return the memory plan in force."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        ...
+
+    @property
+    def checkpoint(self) -> HasDigest:
+        """Return the checkpoint that is open."""
+        ...
+
+    def session(self) -> SessionLike:
+        """Begin a conversation."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    checkpoint: Checkpoint
+    machine: Machine
+    plan: Plan
+
+
+def _open_engine(directory: Path, request: PlanRequest, progress: Progress) -> EngineLike:
+    from mlx_flashnext.engine.engine import Engine
+
+    return Engine.open(directory, request, progress=progress)
+
+
+def _inspect_checkpoint(directory: Path) -> Inspection:
+    from mlx_flashnext.checkpoint import inspect_checkpoint
+
+    return inspect_checkpoint(directory)
+
+
+def _make_plan(directory: Path, request: PlanRequest) -> Planned:
+    from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.engine.plan import make_plan
+
+    checkpoint, machine = open_checkpoint(directory), detect_machine()
+    return Planned(checkpoint, machine, make_plan(checkpoint, machine, request))
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What commands call below the command line."""
+
+    open_engine: Callable[[Path, PlanRequest, Progress], EngineLike] = _open_engine
+    inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
+    make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan

@@ -1,0 +1,96 @@
+"""Errors as the command line reports them, and the exit codes.
+
+code  meaning
+0     done
+1     failed for a reason of its own (the message says which)
+2     usage error
+3     incompatible: wrong checkpoint, tokenizer or template
+4     not enough: memory, disk or context
+5     damaged data: a digest, a format or a file that changed
+130   interrupted
+"""
+
+from dataclasses import dataclass
+
+OK, FAILED, USAGE, INCOMPATIBLE, NOT_ENOUGH, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+
+_CODES = {
+    "CheckpointCorrupt": DAMAGED,
+    "RecordCorrupt": DAMAGED,
+    "SourceChanged": DAMAGED,
+    "UnsupportedCheckpoint": INCOMPATIBLE,
+    "WeightMismatch": INCOMPATIBLE,
+    "TokenizerMismatch": INCOMPATIBLE,
+    "ChatTemplateFailed": INCOMPATIBLE,
+    "BudgetTooSmall": NOT_ENOUGH,
+    "BudgetTooLarge": NOT_ENOUGH,
+    "ContextTooLong": NOT_ENOUGH,
+    "SlotsExhausted": NOT_ENOUGH,
+    "MemoryError": NOT_ENOUGH,
+    "EmptyPrompt": USAGE,
+    "InvalidRequest": USAGE,
+}
+
+
+class CommandError(Exception):
+    """Something the command line itself refuses.
+
+    Attributes:
+        message: one line with the value that was wrong.
+        hint: the next command or action.
+        code: exit code.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", code: int = FAILED) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code
+
+
+class UsageProblem(CommandError):
+    """The flags or arguments do not make sense together."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, code=USAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error, ready to be shown.
+
+    Attributes:
+        code: exit code.
+        kind: class name, for programs.
+    """
+
+    code: int
+    kind: str
+    message: str
+    hint: str = ""
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """Return the JSON form."""
+        return {"error": {"type": self.kind, "message": self.message, "hint": self.hint}}
+
+
+def describe(error: BaseException) -> Failure:
+    """Return what to tell about any exception that reached the boundary."""
+    from expert_store.errors import StoreError
+    from mlx_flashnext.engine.errors import EngineError
+    from mlx_flashnext.errors import ModelError
+
+    kind = type(error).__name__
+    if isinstance(error, CommandError):
+        return Failure(error.code, kind, error.message, error.hint)
+    if isinstance(error, StoreError | ModelError | EngineError):
+        codes = (_CODES[base.__name__] for base in type(error).__mro__ if base.__name__ in _CODES)
+        return Failure(next(codes, FAILED), kind, error.message, error.hint)
+    if isinstance(error, MemoryError):
+        return Failure(NOT_ENOUGH, kind, "The machine has no memory left", "ask for less with --memory")
+    if isinstance(error, OSError):
+        return Failure(FAILED, kind, str(error), "")
+    detail = str(error) or "no message"
+    return Failure(
+        FAILED, kind, f"Internal error: {kind}: {detail}", "add --debug for the traceback, and report it"
+    )

@@ -1,0 +1,126 @@
+"""From what a person calls a model to the directory it lies in. Never the network.
+
+Entry point: `find_model`. A name is a directory, a Hub id in the local Hugging Face cache (`org/name`, or
+`org/name@revision`), an alias, or nothing, which is the demo model that ships with flashnext.
+"""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.errors import CommandError, UsageProblem
+from cli.settings import hub_cache
+
+DEMO = "demo"
+ALIASES = {"flash-next": "Qwen/Qwen3.8-Flash-Next"}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model on this machine.
+
+    Attributes:
+        directory: of the checkpoint's files.
+        label: what to call it when talking to people.
+        is_demo: it is the demo model.
+    """
+
+    directory: Path
+    label: str
+    is_demo: bool = False
+
+
+def find_model(name: str | None) -> FoundModel:
+    """Return where a model lies.
+
+    Args:
+        name: as typed; None for the demo model.
+
+    Raises:
+        CommandError: there is no such model here.
+    """
+    if name is None or (name == DEMO and not Path(name).is_dir()):
+        return _demo()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _local(path, name)
+    if path.exists():
+        raise CommandError(f"A model is a directory, this is a file: {name}", hint=f"--model {path.parent}")
+    hub_id, _, revision = ALIASES.get(name, name).partition("@")
+    if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
+        snapshot = _snapshot(hub_cache() / f"models--{hub_id.replace('/', '--')}", revision)
+        if snapshot is not None:
+            return FoundModel(snapshot, hub_id)
+    raise CommandError(f"No such model on this machine: {name}", hint=_advice(name, hub_id))
+
+
+def chosen_model(argument: str | None, option: str | None) -> FoundModel:
+    """Return the model named by an argument or by `--model`.
+
+    Raises:
+        UsageProblem: two different names.
+        CommandError: there is no such model here.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise UsageProblem(f"Two models: {argument} and --model {option}", hint="give one")
+    return find_model(option if argument is None else argument)
+
+
+def cached_models() -> list[str]:
+    """Return the Hub ids in the local cache, sorted."""
+    cache = hub_cache()
+    if not cache.is_dir():
+        return []
+    folders = (entry.name.removeprefix("models--") for entry in cache.glob("models--*") if entry.is_dir())
+    return sorted(folder.replace("--", "/", 1) for folder in folders if "--" in folder)
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return completions for `--model`."""
+    return [name for name in (DEMO, *ALIASES, *cached_models()) if name.startswith(incomplete)]
+
+
+def _demo() -> FoundModel:
+    from mlx_flashnext.demo import demo_dir
+
+    directory = demo_dir()
+    if not (directory / "config.json").is_file():
+        raise CommandError(
+            f"The demo model is not installed: {directory}",
+            hint="name a model with --model DIRECTORY or --model ORG/NAME",
+        )
+    return FoundModel(directory, "demo", is_demo=True)
+
+
+def _local(path: Path, name: str) -> FoundModel:
+    if not (path / "config.json").is_file():
+        raise CommandError(
+            f"The directory has no config.json: {name}", hint="--model takes the directory of a checkpoint"
+        )
+    return FoundModel(path, name)
+
+
+def _snapshot(folder: Path, revision: str) -> Path | None:
+    """Return the wanted snapshot of a cached model, by default the one `main` points to, else the newest."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return None
+    reference = folder / "refs" / (revision or "main")
+    if reference.is_file():
+        named = snapshots / reference.read_text(encoding="utf-8").strip()
+        return named if (named / "config.json").is_file() else None
+    matches = [entry for entry in snapshots.iterdir() if entry.name.startswith(revision)]
+    matches = [entry for entry in matches if (entry / "config.json").is_file()]
+    return max(matches, key=lambda entry: entry.stat().st_mtime, default=None)
+
+
+def _advice(name: str, hub_id: str) -> str:
+    known = cached_models()
+    near = difflib.get_close_matches(hub_id, known, n=1) or [
+        other for other in known if name.casefold() in other.casefold()
+    ]
+    if near:
+        return f"did you mean {near[0]}?"
+    if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return f"download it with: hf download {hub_id}"
+    return "give a directory, a Hub id that is in the local cache, or nothing for the demo model"

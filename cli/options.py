@@ -1,0 +1,226 @@
+"""Option groups that commands share, as frozen dataclasses; `cli/command.py` turns their fields into flags.
+
+Names follow mlx-lm where it has one. A value of None means that the flag was not given.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from cli.model_path import complete_model
+from cli.parse import parse_count, parse_json_object, parse_size
+from cli.settings import MEMORY_VARIABLE, MODEL_VARIABLE
+
+_MEMORY, _SAMPLING, _PROMPT, _OUTPUT = "Memory", "Sampling", "Prompt", "Output"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Checkpoint directory, or Hub id in the local cache. Left out: the demo model.",
+            envvar=MODEL_VARIABLE,
+            autocompletion=complete_model,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """How much of the machine a run may use. Shown line by line by `flashnext plan`."""
+
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory the process may use, such as 12GiB. Left out: what leaves the machine usable.",
+            parser=parse_size,
+            envvar=MEMORY_VARIABLE,
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx-size",
+            "--max-kv-size",
+            "-c",
+            metavar="TOKENS",
+            help="Tokens that prompt and answer may have together, such as 8192 or 32k.",
+            parser=parse_count,
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            "--slots",
+            metavar="N",
+            help="Expert slots of each layer, instead of as many as fit.",
+            parser=parse_count,
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    prefill_step_size: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-step-size",
+            metavar="TOKENS",
+            help="Prompt tokens computed together.",
+            parser=parse_count,
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        typer.Option("--policy", help="Which expert leaves a full layer.", rich_help_panel=_MEMORY),
+    ] = "lru"
+    readers: Annotated[
+        int | None,
+        typer.Option(
+            "--readers",
+            metavar="N",
+            help="Threads that read experts.",
+            parser=parse_count,
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen; what is left out comes from the model's generation_config.json."""
+
+    temp: Annotated[
+        float | None,
+        typer.Option("--temp", "--temperature", help="Temperature; 0 is greedy.", rich_help_panel=_SAMPLING),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", help="Keep this many tokens; 0 keeps all.", rich_help_panel=_SAMPLING),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p", help="Drop tokens below this share of the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option("--repetition-penalty", help="1 is off.", rich_help_panel=_SAMPLING),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option("--presence-penalty", help="0 is off.", rich_help_panel=_SAMPLING),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option("--frequency-penalty", help="0 is off.", rich_help_panel=_SAMPLING),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Make the draws repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-m",
+            metavar="TOKENS",
+            help="Most tokens of an answer. Left out: the rest of the context.",
+            parser=parse_count,
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    extra_eos_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--extra-eos-token",
+            help="Also end an answer at this token. Repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How messages become a prompt."""
+
+    system_prompt: Annotated[
+        str | None,
+        typer.Option("--system-prompt", help="What the model is told first.", rich_help_panel=_PROMPT),
+    ] = None
+    think: Annotated[
+        bool | None,
+        typer.Option(
+            "--think/--no-think",
+            help="Let the model reason before it answers. Left out: the model's own default.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-effort", help="Such as low, medium, high, where offered.", rich_help_panel=_PROMPT
+        ),
+    ] = None
+    chat_template_config: Annotated[
+        dict[str, Any] | None,
+        typer.Option(
+            "--chat-template-config",
+            metavar="JSON",
+            help="Further variables of the chat template.",
+            parser=parse_json_object,
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What is shown beside an answer."""
+
+    hide_reasoning: Annotated[
+        bool,
+        typer.Option("--hide-reasoning", "-R", help="Do not show the reasoning.", rich_help_panel=_OUTPUT),
+    ] = False
+    stats: Annotated[
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats",
+            help="Print a line of figures on stderr. Left out: on a terminal.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """What every command has."""
+
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="No notes, progress or figures.", rich_help_panel=_OUTPUT),
+    ] = False
+    no_progress: Annotated[
+        bool,
+        typer.Option("--no-progress", help="No progress lines.", rich_help_panel=_OUTPUT),
+    ] = False
+    no_color: Annotated[
+        bool,
+        typer.Option("--no-color", help="No colour.", rich_help_panel=_OUTPUT),
+    ] = False
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show tracebacks of errors.", rich_help_panel=_OUTPUT),
+    ] = False

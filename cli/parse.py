@@ -1,0 +1,47 @@
+"""Text that people type to values: sizes, contexts, JSON objects."""
+
+import re
+from typing import Any
+
+import typer
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20,
+    "g": 1 << 30, "gib": 1 << 30, "t": 1 << 40, "tib": 1 << 40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes: `12GiB`, `12G` (the same), `12GB` (decimal), `1.5g`, plain bytes."""
+    match = _SIZE.fullmatch(text)
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    if match is None or unit is None:
+        raise typer.BadParameter(f"not a size: {text!r} (write 12GiB, 1.5G or bytes)")
+    value = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if value <= 0:
+        raise typer.BadParameter(f"a size must be positive: {text!r}")
+    return value
+
+
+def parse_count(text: str) -> int:
+    """Return a positive number of tokens: `4096`, or `32k` for 32 * 1024."""
+    match = re.fullmatch(r"\s*([+-]?\d+)\s*([kK]?)\s*", text)
+    if match is None:
+        raise typer.BadParameter(f"not a number of tokens: {text!r} (write 4096 or 32k)")
+    value = int(match[1]) * (1024 if match[2] else 1)
+    if value <= 0:
+        raise typer.BadParameter(f"must be positive: {text!r}")
+    return value
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise typer.BadParameter(f"not a JSON object: {text!r} ({error})") from error

@@ -1,0 +1,75 @@
+"""From flags and the model's own defaults to sampling parameters. Order: flag, generation_config.json, 1.0
+or off.
+"""
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cli.errors import UsageProblem
+from cli.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+
+
+def sampling_params(options: SamplingOptions, directory: Path) -> "SamplingParams":
+    """Return how tokens are chosen, with a seed in any case, so that every answer can be repeated.
+
+    Raises:
+        InvalidRequest: a value is out of its range.
+    """
+    from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.text.generation_config import read_generation_defaults
+
+    defaults = read_generation_defaults(directory)
+    return SamplingParams(
+        temperature=_first(options.temp, defaults.temperature, 1.0),
+        top_k=_first(options.top_k, defaults.top_k, 0),
+        top_p=_first(options.top_p, defaults.top_p, 1.0),
+        min_p=_first(options.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(options.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=_first(options.presence_penalty, None, 0.0),
+        frequency_penalty=_first(options.frequency_penalty, None, 0.0),
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+    )
+
+
+def stop_ids(options: SamplingOptions, tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """Return the ids that end an answer.
+
+    Raises:
+        UsageProblem: `--extra-eos-token` names no token of this model.
+    """
+    found = list(tokenizer.eos_ids)
+    for token in options.extra_eos_token or ():
+        token_id = tokenizer.id_of(token)
+        if token_id is None:
+            raise UsageProblem(
+                f"This model has no such token: {token!r}", hint="--extra-eos-token '<|im_end|>'"
+            )
+        found.append(token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def sampling_report(params: "SamplingParams", options: SamplingOptions) -> dict[str, Any]:
+    """Return what is in force, for programs."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "seed": params.seed,
+        "max_tokens": options.max_tokens,
+        "extra_eos_tokens": list(options.extra_eos_token or ()),
+    }
+
+
+def _first(flag: _T | None, default: _T | None, otherwise: _T) -> _T:
+    return flag if flag is not None else default if default is not None else otherwise

@@ -1,0 +1,38 @@
+"""What people can set without a flag: environment variables, read here and nowhere else.
+
+Order of a value: flag, then variable, then default. Hub locations are Hugging Face's own variables, so
+that users' caches are found where they already are.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+MODEL_VARIABLE = "FLASHNEXT_MODEL"
+MEMORY_VARIABLE = "FLASHNEXT_MEMORY"
+NO_PROGRESS_VARIABLE = "FLASHNEXT_NO_PROGRESS"
+
+
+def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of the local Hugging Face cache."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if value := environment.get(name):
+            return Path(value).expanduser()
+    if value := environment.get("HF_HOME"):
+        return Path(value).expanduser() / "hub"
+    caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "huggingface" / "hub"
+
+
+def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether progress may be shown at all."""
+    return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"
+
+
+def wants_colour(*, is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a stream gets colour: NO_COLOR and TERM=dumb forbid it, FORCE_COLOR demands it."""
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR"):
+        return True
+    return is_terminal and environment.get("TERM") != "dumb"
