@@ -3,12 +3,13 @@
 Entry points: `read_config(directory)`, `ModelConfig.from_dict`.
 
 Invariants:
-1. Every field that shapes the model must be in the file; only `seed` and `norm_topk_prob` have defaults, because
-   the official file omits exactly those two. The reference's class defaults describe another, smaller model.
+1. Every field that shapes the model must be in the file; only `seed` and `norm_topk_prob` have defaults,
+   because the official file omits exactly those two. The reference's class defaults describe another, smaller
+   model.
    Fields for training alone (initialisation, dropout, auxiliary loss, `use_cache`, `dtype`) are not read.
 2. A value this port does not implement is refused by name and value here, before a byte of weights is read.
-3. The n-gram separator comes from `text_config` alone, never from `generation_config.json`: hashing with the turn
-   end as separator gives fluent, wrong text after the first turn.
+3. The n-gram separator comes from `text_config` alone, never from `generation_config.json`: hashing with the
+   turn end as separator gives fluent, wrong text after the first turn.
 
 Source: qwen4exp.md 1.1 (fields), 2.3.1 (n-gram constants).
 """
@@ -273,7 +274,7 @@ def _primes_from(start: int, count: int) -> list[int]:
 
 
 class _Fields:
-    """One object of the config file: accessors check presence, type and range, and name the field they refuse."""
+    """One object of the file: accessors check presence, type and range, and name the field they refuse."""
 
     def __init__(self, data: Mapping[str, object], prefix: str) -> None:
         self._data = data
@@ -283,7 +284,7 @@ class _Fields:
         value = self._data.get(name)
         return UnsupportedCheckpoint(
             f"Unsupported config: {self._prefix}{name} = {value!r}, {why}",
-            hint="use an official or MLX conversion of Qwen3.8-Flash-Next; inspect with `flashnext show MODEL`",
+            hint="use an official or MLX conversion of Qwen3.8-Flash-Next; see `flashnext show MODEL`",
             field=name,
             value=value,
         )

@@ -32,7 +32,8 @@ SPECIALS = {
 MULTIBYTE = "\u00e9\u20ac\U0001f600"
 MERGES = ("t h", "th e", "i n", "e r", "\u0120 t", "\u0120t h", "a n", "o u", "\u0120 a", "r e", "o r")
 
-# Shaped like the real template (5.3): effort sentence, think blocks, a generation prompt that opens or closes them.
+# Shaped like the real template (5.3): effort sentence, think blocks, a generation prompt that opens or closes
+# them.
 CHAT_TEMPLATE = """\
 {%- set thinking = enable_thinking is not defined or enable_thinking %}
 {%- set effort = reasoning_effort if reasoning_effort is defined else 'xhigh' %}

@@ -1,0 +1,50 @@
+"""Causal depthwise convolution with carried history.
+
+A strided view and a short sum instead of a convolution kernel: each output is the same few products in the
+same order whatever the block size, in float32, on either backend. On the CPU backend it is also faster than
+`mx.conv1d` (10,240 channels, 4 taps: 0.15 against 0.95 ms for one row).
+
+Source: qwen4exp.md 2.3.3 and 2.4: the last tap multiplies the current token; rows before the start are zero.
+"""
+
+# Shapes: T positions, C channels, J taps, H history rows ((J - 1) * dilation).
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+class CausalConv:
+    """Depthwise convolution over positions.
+
+    Args:
+        weight_CJ: float32 taps of each channel, oldest first.
+        dilation: Positions between taps.
+    """
+
+    def __init__(self, weight_CJ: mx.array, dilation: int = 1) -> None:
+        self._taps_JC = mx.contiguous(weight_CJ.T)
+        self._dilation = dilation
+
+    def __call__(self, x_TC: mx.array, history_HC: mx.array) -> tuple[mx.array, mx.array]:
+        """Convolve a block.
+
+        Args:
+            x_TC: The block's rows.
+            history_HC: The rows before it.
+
+        Returns:
+            y_TC in float32, and the history of the next block in the type of `x_TC`.
+        """
+        T, C = x_TC.shape
+        window = mx.concatenate([history_HC, x_TC])
+        taps = self._taps_JC.shape[0]
+        view_TJC = mx.as_strided(window, (T, taps, C), (C, self._dilation * C, 1))
+        y_TC = (view_TJC * self._taps_JC).sum(axis=1)
+        return y_TC, last_rows(window, history_HC.shape[0])
+
+
+def last_rows(window: mx.array, count: int) -> mx.array:
+    """Return the last rows as an array of their own: a slice would keep the whole block's buffer alive."""
+    start = window.shape[0] - count
+    return mx.take(window, mx.arange(start, start + count), axis=0)

@@ -1,0 +1,163 @@
+"""The whole text model: embedding, layers, terminal mixer, head.
+
+Entry point: `FlashNext.forward`. The one decode and prefill path: a block of any number of tokens.
+
+Invariants:
+F1. N-gram rows are requested before the first layer and waited for just at the layer that adds them.
+F2. The sequence state changes only after every layer has been built (M2); the returned logits (or the stack,
+    without logits) carry the new state as a dependency, so one wait for them completes both.
+
+Source: qwen4exp.md 2.1 and 2.8. There is no final norm: the last operation before the head is the terminal
+mixer.
+"""
+
+# Shapes: T positions, G streams, D hidden, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.errors import StateError
+from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.model.hyper import HyperRead
+from mlx_flashnext.model.layer import DecoderLayer
+from mlx_flashnext.model.moe import ExpertProvider
+from mlx_flashnext.model.mtp import MtpCell
+from mlx_flashnext.model.ple import NgramMemory, RowSource, ngram_rows
+from mlx_flashnext.model.rope import Rope
+from mlx_flashnext.model.weight_source import WeightSource
+from mlx_flashnext.state import LayerState, PleState, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a block produced, not yet computed.
+
+    Attributes:
+        logits: [T, V] for all, [1, V] for the last, None for none.
+        stack: [T, G, D] after the last layer, before the terminal mixer: what the MTP module reads.
+        taps: The stack after each tapped layer, by layer index.
+    """
+
+    logits: mx.array | None
+    stack: mx.array
+    taps: Mapping[int, mx.array]
+
+
+class FlashNext:
+    """The target model.
+
+    Args:
+        config: Model geometry.
+        weights: Where the resident weights come from.
+        experts: Computes the routed experts.
+        rows: Reads n-gram table rows.
+        sync: Counter of waits for the device.
+        compute_dtype: Type of activations: float32 on the CPU backend, bfloat16 on Metal.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        experts: ExpertProvider,
+        rows: RowSource,
+        sync: HostSync,
+        *,
+        compute_dtype: mx.Dtype,
+    ) -> None:
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self._rows = rows
+        rope = Rope(config)
+        self._embed = weights.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        self._layers = [
+            DecoderLayer(
+                config, weights, f"layers.{i}", kind=kind, layer=i, experts=experts, rope=rope, sync=sync
+            )
+            for i, kind in enumerate(config.layer_kinds)
+        ]
+        self._ple = NgramMemory(config, weights, f"layers.{config.ple_layer}.ple")
+        self._mixer = HyperRead(config, weights, "hyper_connection_mixer")
+        self._head = weights.linear("lm_head", config.vocab_size, config.hidden_size)
+
+    def new_state(self, capacity_tokens: int | None = None) -> SequenceState:
+        """Return the state of an empty sequence.
+
+        Args:
+            capacity_tokens: Allocate for this many tokens now and refuse more; None grows as needed.
+        """
+        return SequenceState(self.config, self.compute_dtype, capacity_tokens=capacity_tokens)
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        state: SequenceState,
+        *,
+        logits: Literal["all", "last", "none"] = "last",
+        taps: Collection[int] = (),
+    ) -> ForwardOutput:
+        """Run a block of tokens and advance the state past it.
+
+        Args:
+            tokens: At least one token id.
+            state: Everything the sequence carries; unchanged if this raises.
+            logits: Of which positions.
+            taps: Layers whose output stack is returned.
+
+        Returns:
+            Lazy arrays; waiting for `logits` (or, without logits, for `stack`) completes the state too.
+
+        Raises:
+            StateError: No tokens, a token outside the vocabulary, or more than the state has room for.
+        """
+        self._check_tokens(tokens)
+        state.check_room(len(tokens))
+        pending = self._rows.issue(ngram_rows(tokens, state.ple.history, self.config))
+        ple_state = state.ple
+        hidden_TD = self._embed(mx.array(list(tokens), mx.int32))
+        stack_TGD = mx.repeat(hidden_TD[:, None], self.config.hc_count, axis=1)
+        layer_states: list[LayerState] = []
+        tapped: dict[int, mx.array] = {}
+        for index, layer in enumerate(self._layers):
+            if index == self.config.ple_layer:
+                delta_TGD, conv_rows = self._ple(stack_TGD, pending.wait(), state.ple.conv_rows)
+                stack_TGD = stack_TGD + delta_TGD
+                ple_state = PleState(
+                    history=(*state.ple.history, *tokens)[len(tokens) :], conv_rows=conv_rows
+                )
+            stack_TGD, layer_state = layer(stack_TGD, state.layers[index], state.num_tokens)
+            layer_states.append(layer_state)
+            if index in taps:
+                tapped[index] = stack_TGD
+
+        state.commit(len(tokens), layer_states, ple_state)
+        if logits == "none":
+            (stack_TGD,) = mx.depends([stack_TGD], state.arrays())
+            return ForwardOutput(None, stack_TGD, tapped)
+        out = self.head(stack_TGD if logits == "all" else stack_TGD[-1:])
+        (out,) = mx.depends([out], state.arrays())
+        return ForwardOutput(out, stack_TGD, tapped)
+
+    def head(self, stack_TGD: mx.array) -> mx.array:
+        """Return logits [T, V] of stacks after the last layer."""
+        return self._head(self._mixer(stack_TGD))
+
+    def mtp_cell(self, weights: WeightSource, experts: ExpertProvider, sync: HostSync) -> MtpCell:
+        """Return the checkpoint's MTP module, which shares this model's embedding and head."""
+        return MtpCell(self.config, weights, experts, sync, embed=self._embed, head=self._head)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise StateError("A block needs at least one token", hint="give a prompt")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.config.vocab_size:
+            raise StateError(
+                f"Token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}",
+                hint="the tokenizer does not belong to this checkpoint",
+            )

@@ -1,0 +1,91 @@
+"""Gated delta net: linear attention with one matrix of state per value head.
+
+Differences from Qwen3-Next that a reader would not expect: the output gate is a sigmoid, not silu; each key
+head serves consecutive value heads (j div 3, not j mod 16); queries and keys are normalised in float32.
+
+Invariant: the recurrence runs step by step in `mx.fast.gated_delta_update` whatever the block length, so
+chunking never changes a bit (the reference's chunked form differs from its own step form by 6e-6).
+
+Source: qwen4exp.md 2.4.
+"""
+
+# Shapes: T positions, D hidden, C conv channels (2 * h * k + j * v), h key heads, k key width, j value heads,
+# v value width.
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.model.conv import CausalConv
+from mlx_flashnext.model.weight_source import WeightSource
+from mlx_flashnext.state import GdnState
+
+L2_EPS = 1e-6
+
+
+class GatedDeltaNet:
+    """One GDN mixer.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N.linear_attn`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
+        self._config = config
+        hidden, conv_dim = config.hidden_size, config.linear_conv_dim
+        value_heads, value_dim = config.linear_num_value_heads, config.linear_value_dim
+        self._qkv = weights.linear(f"{name}.in_proj_qkv", conv_dim, hidden)
+        self._z = weights.linear(f"{name}.in_proj_z", value_dim, hidden)
+        self._b = weights.linear(f"{name}.in_proj_b", value_heads, hidden)
+        self._a = weights.linear(f"{name}.in_proj_a", value_heads, hidden)
+        self._out = weights.linear(f"{name}.out_proj", hidden, value_dim)
+        self._conv = CausalConv(weights.array(f"{name}.conv1d", (conv_dim, config.linear_conv_kernel_dim)))
+        self._decay_j = -mx.exp(weights.array(f"{name}.A_log", (value_heads,)))
+        self._dt_bias_j = weights.array(f"{name}.dt_bias", (value_heads,))
+        self._norm_v = weights.array(f"{name}.norm", (config.linear_value_head_dim,))
+        # x * rsqrt(sum(x^2) + eps) = rms_norm(x, eps / k) / sqrt(k); queries carry another 1 / sqrt(k).
+        key_width = config.linear_key_head_dim
+        self._unit_eps = L2_EPS / key_width
+        self._query_scale_k = mx.full((key_width,), 1.0 / key_width)
+        self._key_scale_k = mx.full((key_width,), key_width**-0.5)
+
+    def __call__(self, x_TD: mx.array, state: GdnState, position: int) -> tuple[mx.array, GdnState]:
+        """Mix a block of positions.
+
+        Args:
+            x_TD: Sublayer input.
+            state: What the earlier positions left.
+            position: Unused: the recurrence knows no positions.
+
+        Returns:
+            y_TD, and the state after the block.
+        """
+        del position
+        config, dtype, T = self._config, x_TD.dtype, x_TD.shape[0]
+        heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+        mixed_TC, window = self._conv(self._qkv(x_TD), state.conv_window)
+        mixed_TC = mixed_TC.astype(dtype)
+        mixed_TC = (mixed_TC * mx.sigmoid(mixed_TC)).astype(mx.float32)
+        q, k, v = mx.split(mixed_TC, [config.linear_key_dim, 2 * config.linear_key_dim], axis=-1)
+        q_Thk = mx.fast.rms_norm(q.reshape(T, heads, width), self._query_scale_k, self._unit_eps)
+        k_Thk = mx.fast.rms_norm(k.reshape(T, heads, width), self._key_scale_k, self._unit_eps)
+        v_Tjv = v.reshape(T, config.linear_num_value_heads, config.linear_value_head_dim)
+
+        beta_Tj = mx.sigmoid(self._b(x_TD)).astype(mx.float32)
+        step_Tj = mx.logaddexp(self._a(x_TD).astype(mx.float32) + self._dt_bias_j, 0.0)
+        gamma_Tj = mx.exp(self._decay_j * step_Tj)
+        o_1Tjv, recurrent = mx.fast.gated_delta_update(
+            q_Thk[None],
+            k_Thk[None],
+            v_Tjv[None],
+            gamma_Tj[None],
+            beta_Tj[None],
+            initial_state=state.recurrent,
+        )
+        y_Tjv = mx.fast.rms_norm(o_1Tjv[0], self._norm_v, config.rms_norm_eps)
+        y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
+        y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))
+        return y_TD, GdnState(recurrent=recurrent, conv_window=window)

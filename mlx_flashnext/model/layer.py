@@ -1,0 +1,81 @@
+"""One decoder layer: a mixer and a mixture of experts, each between a read of and a write to the stack.
+
+Source: qwen4exp.md 2.1.
+"""
+
+# Shapes: T positions, G streams, D hidden.
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_flashnext.config import LayerKind, ModelConfig
+from mlx_flashnext.model.gdn import GatedDeltaNet
+from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.model.hyper import HyperConnection
+from mlx_flashnext.model.moe import ExpertProvider, MixtureOfExperts
+from mlx_flashnext.model.qsa import SparseAttention
+from mlx_flashnext.model.rope import Rope
+from mlx_flashnext.model.weight_source import WeightSource
+from mlx_flashnext.state import GdnState, LayerState, QsaState
+
+
+class DecoderLayer:
+    """A layer of either kind.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N` or `mtp.layers.0`.
+        kind: Which mixer.
+        layer: Layer index given to the expert provider.
+        experts: Computes the routed experts.
+        rope: The model's rotary table.
+        sync: Counter of waits for the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        name: str,
+        *,
+        kind: LayerKind,
+        layer: int,
+        experts: ExpertProvider,
+        rope: Rope,
+        sync: HostSync,
+    ) -> None:
+        self._attn_hyper = HyperConnection(config, weights, f"{name}.attn_hyper_connection")
+        self._gdn = self._qsa = None
+        if kind == "gdn":
+            self._gdn = GatedDeltaNet(config, weights, f"{name}.linear_attn")
+        else:
+            self._qsa = SparseAttention(config, weights, f"{name}.self_attn", rope)
+        self._mlp_hyper = HyperConnection(config, weights, f"{name}.mlp_hyper_connection")
+        self._moe = MixtureOfExperts(config, weights, f"{name}.mlp", layer, experts, sync)
+
+    def __call__(self, stack_TGD: mx.array, state: LayerState, position: int) -> tuple[mx.array, LayerState]:
+        """Run the layer on a block of positions.
+
+        Args:
+            stack_TGD: The residual stack.
+            state: What the layer carries from the tokens before.
+            position: Tokens before the block.
+
+        Returns:
+            The stack and the state after the layer.
+        """
+        mixed_TD, inject_TG = self._attn_hyper.read(stack_TGD)
+        y_TD, state = self._mix(mixed_TD, state, position)
+        stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
+        mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
+        return HyperConnection.write(stack_TGD, self._moe(mixed_TD), inject_TG), state
+
+    def _mix(self, x_TD: mx.array, state: LayerState, position: int) -> tuple[mx.array, LayerState]:
+        if self._gdn is not None:
+            assert isinstance(state, GdnState)
+            return self._gdn(x_TD, state, position)
+        assert self._qsa is not None
+        assert isinstance(state, QsaState)
+        return self._qsa(x_TD, state, position)

@@ -1,0 +1,114 @@
+"""Router, routed experts and the shared expert of a layer.
+
+Invariants:
+E1. The router alone decides: softmax over all experts in float32, the K most probable, ties to the smaller
+    id.
+E2. Outputs are weighted and summed in float32 in ascending expert id, whatever was resident and in whatever
+    order records arrived; one rounding; then the shared expert is added.
+E3. One read-back of ids per layer, and none where every expert is resident. The shared expert is queued
+    before the host waits, in a submission of its own: in one submission the ids would wait for it.
+
+Source: qwen4exp.md 2.7, statements 17 to 20; the two submissions are measured in the project's feasibility
+notes.
+"""
+
+# Shapes: T positions, D hidden, E experts, K experts per token, M shared expert width.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.model.host import HostSync, to_host
+from mlx_flashnext.model.select import select_top
+from mlx_flashnext.model.weight_source import WeightSource
+
+
+class ExpertProvider(Protocol):
+    """Computes routed experts, wherever their weights are."""
+
+    def is_resident(self, layer: int) -> bool:
+        """Return whether every expert of the layer is in memory, so that ids may stay on the device."""
+        ...
+
+    def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
+        """Return every pair's expert output.
+
+        Args:
+            layer: Layer index; the MTP layer counts as `num_hidden_layers`.
+            x_TD: Expert inputs.
+            ids_TK: Expert ids, on the device if the layer is resident, else on the host.
+
+        Returns:
+            y_TKD in float32, pairs in the order of `ids_TK`.
+        """
+        ...
+
+
+class MixtureOfExperts:
+    """The second sublayer of every layer.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N.mlp`.
+        layer: Layer index given to the provider.
+        experts: Computes the routed experts.
+        sync: Counter of waits for the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        name: str,
+        layer: int,
+        experts: ExpertProvider,
+        sync: HostSync,
+    ) -> None:
+        self._config = config
+        self._layer = layer
+        self._experts = experts
+        self._sync = sync
+        hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
+        self._router = weights.linear(f"{name}.gate", config.num_experts, hidden)
+        self._shared_gate = weights.linear(f"{name}.shared_expert_gate", 1, hidden)
+        self._gate = weights.linear(f"{name}.shared_expert.gate_proj", shared, hidden)
+        self._up = weights.linear(f"{name}.shared_expert.up_proj", shared, hidden)
+        self._down = weights.linear(f"{name}.shared_expert.down_proj", hidden, shared)
+
+    def __call__(self, x_TD: mx.array) -> mx.array:
+        """Return y_TD of a block of positions."""
+        ids_TK, weights_TK = self.route(x_TD)
+        if self._experts.is_resident(self._layer):
+            shared_TD = self._shared(x_TD)
+            y_TKD = self._experts.run(self._layer, x_TD, ids_TK)
+        else:
+            mx.async_eval(ids_TK)
+            shared_TD = self._shared(x_TD)
+            mx.async_eval(shared_TD)
+            y_TKD = self._experts.run(self._layer, x_TD, to_host(self._sync, ids_TK))
+        routed_TD = (weights_TK[..., None] * y_TKD).sum(axis=1)
+        return routed_TD.astype(x_TD.dtype) + shared_TD
+
+    def route(self, x_TD: mx.array) -> tuple[mx.array, mx.array]:
+        """Choose experts for every position.
+
+        Returns:
+            ids_TK: int32, ascending. weights_TK: float32, aligned with the ids.
+        """
+        # Logits are rounded to the compute type first, as in the reference: that is where ties come from.
+        probability_TE = mx.softmax(self._router(x_TD).astype(mx.float32), axis=-1)
+        ids_TK = select_top(probability_TE, self._config.num_experts_per_tok)
+        weights_TK = mx.take_along_axis(probability_TE, ids_TK, axis=-1)
+        if self._config.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
+        return ids_TK, weights_TK
+
+    def _shared(self, x_TD: mx.array) -> mx.array:
+        gate_TM = self._gate(x_TD)
+        y_TD = self._down(gate_TM * mx.sigmoid(gate_TM) * self._up(x_TD))
+        return mx.sigmoid(self._shared_gate(x_TD)) * y_TD

@@ -1,0 +1,101 @@
+"""The checkpoint's own MTP module: one QSA layer that predicts the token after next.
+
+A cell for position i takes the trunk's stack there (before the terminal mixer) and the token at i + 1. Deeper
+drafts feed a cell's own output stack to the next cell.
+
+Source: qwen4exp.md 2.9. `pre_fc_norm_hidden` is ONE norm over the whole stack, not one per stream.
+"""
+
+# Shapes: T cells, G streams, D hidden, W = G * D, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.errors import StateError
+from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.model.hyper import HyperRead
+from mlx_flashnext.model.layer import DecoderLayer
+from mlx_flashnext.model.moe import ExpertProvider
+from mlx_flashnext.model.norm import ZeroCentredNorm
+from mlx_flashnext.model.quant import Embedding, Linear
+from mlx_flashnext.model.rope import Rope
+from mlx_flashnext.model.weight_source import WeightSource
+from mlx_flashnext.state import MtpState, QsaState
+
+
+class MtpCell:
+    """The MTP module.
+
+    Args:
+        config: Model geometry; must have an MTP layer.
+        weights: Where the weights come from, names under `mtp.`.
+        experts: Computes its routed experts; the layer counts as `num_hidden_layers`.
+        sync: Counter of waits for the device.
+        embed: The trunk's embedding.
+        head: The trunk's head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        experts: ExpertProvider,
+        sync: HostSync,
+        *,
+        embed: Embedding,
+        head: Linear,
+    ) -> None:
+        self.config = config
+        self._embed, self._head = embed, head
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._embed_norm = ZeroCentredNorm(weights, "mtp.pre_fc_norm_embedding", hidden, eps)
+        self._stack_norm = ZeroCentredNorm(weights, "mtp.pre_fc_norm_hidden", config.stack_size, eps)
+        self._fc_embedding = weights.linear("mtp.fc_embedding", hidden, hidden)
+        self._fc_hidden = weights.linear("mtp.fc_hidden", hidden, hidden)
+        self._layer = DecoderLayer(
+            config,
+            weights,
+            "mtp.layers.0",
+            kind="qsa",
+            layer=config.num_hidden_layers,
+            experts=experts,
+            rope=Rope(config),
+            sync=sync,
+        )
+        self._mixer = HyperRead(config, weights, "mtp.hyper_connection_mixer")
+
+    def forward(
+        self, stack_TGD: mx.array, next_tokens: Sequence[int], state: MtpState
+    ) -> tuple[mx.array, mx.array]:
+        """Run cells for consecutive positions and advance their state.
+
+        Args:
+            stack_TGD: Stack of each position: the trunk's, or the output of the cell before.
+            next_tokens: The token after each position.
+            state: Cells so far; unchanged if this raises.
+
+        Returns:
+            logits_TV for the token after `next_tokens`, and the cells' stack_TGD; waiting for the logits
+            completes the state too.
+
+        Raises:
+            StateError: Rows and tokens differ in number.
+        """
+        T = len(next_tokens)
+        if stack_TGD.shape[0] != T:
+            raise StateError(
+                f"{T} stacks for {len(next_tokens)} tokens", hint="give one next token per position"
+            )
+        token_TD = self._fc_embedding(self._embed_norm(self._embed(mx.array(list(next_tokens), mx.int32))))
+        unit_TGD = self._stack_norm(stack_TGD.reshape(T, -1)).reshape(stack_TGD.shape)
+        stack_TGD = self._fc_hidden(unit_TGD) + token_TD[:, None]
+        stack_TGD, layer_state = self._layer(stack_TGD, state.layer, state.num_cells)
+        assert isinstance(layer_state, QsaState)
+        state.commit(T, layer_state)
+        logits_TV = self._head(self._mixer(stack_TGD))
+        (logits_TV,) = mx.depends([logits_TV], state.arrays())
+        return logits_TV, stack_TGD

@@ -1,0 +1,187 @@
+"""QSA: grouped-query attention over the blocks of tokens an indexer chooses.
+
+Every query attends to at most `indexer_budget` tokens in complete blocks of `indexer_compress_ratio`, chosen
+by score, and always to the incomplete tail. While all blocks fit the budget the layer is plain causal
+attention.
+
+Invariants:
+Q1. Blocks are aligned to absolute position 0, and every query row follows its own rule with n = its position
+    + 1, never the block's or chunk's end. No block is protected: with an empty tail even the query's own may
+    lose.
+Q2. Above the budget a row gathers its own selected keys, ascending, into one fixed masked width: its cost
+    does not grow with the context, and its result does not depend on the rows it was computed with.
+Q3. Raw index keys are pooled as stored, then normalised and rotated at their block's first position. They are
+    kept while attention is still dense, since later queries choose among all blocks.
+
+Source: qwen4exp.md 2.5, statements 11 to 16.
+"""
+
+# Shapes: T positions, D hidden, h query heads, g key/value heads, d head width, i index heads, c index width,
+#         R rows of a sparse sub-block, B complete blocks, k chosen blocks, r tokens per block, A attended
+# tokens.
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.geometry import QSA_SPARSE_ROWS
+from mlx_flashnext.model.conv import last_rows
+from mlx_flashnext.model.norm import ZeroCentredNorm
+from mlx_flashnext.model.rope import Rope
+from mlx_flashnext.model.select import select_top
+from mlx_flashnext.model.weight_source import WeightSource
+from mlx_flashnext.state import QsaState
+
+
+class SparseAttention:
+    """One QSA mixer.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N.self_attn`.
+        rope: The model's rotary table.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str, rope: Rope) -> None:
+        self._config = config
+        self._rope = rope
+        hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        index_dim = config.indexer_head_dim
+        self._q = weights.linear(f"{name}.q_proj", 2 * heads * dim, hidden)
+        self._k = weights.linear(f"{name}.k_proj", kv_heads * dim, hidden)
+        self._v = weights.linear(f"{name}.v_proj", kv_heads * dim, hidden)
+        self._o = weights.linear(f"{name}.o_proj", hidden, heads * dim)
+        self._q_norm = ZeroCentredNorm(weights, f"{name}.q_norm", dim, eps)
+        self._k_norm = ZeroCentredNorm(weights, f"{name}.k_norm", dim, eps)
+        index = f"{name}.indexer"
+        self._index_qk = weights.linear(
+            f"{index}.index_qk_proj", (config.indexer_n_heads + 1) * index_dim, hidden
+        )
+        self._index_q_norm = ZeroCentredNorm(weights, f"{index}.q_layernorm", index_dim, eps)
+        self._index_k_norm = ZeroCentredNorm(weights, f"{index}.k_layernorm", index_dim, eps)
+
+    def __call__(self, x_TD: mx.array, state: QsaState, position: int) -> tuple[mx.array, QsaState]:
+        """Attend for a block of positions.
+
+        Args:
+            x_TD: Sublayer input.
+            state: Cache of the `position` tokens before the block; its buffers take the new rows.
+            position: Tokens before the block.
+
+        Returns:
+            y_TD, and the state after the block.
+        """
+        config, T = self._config, x_TD.shape[0]
+        q_gate = self._q(x_TD).reshape(T, config.num_attention_heads, 2, config.head_dim)
+        q_hTd = self._rope(self._q_norm(q_gate[:, :, 0]).swapaxes(0, 1), position)
+        k_Tgd = self._k(x_TD).reshape(T, config.num_key_value_heads, config.head_dim)
+        k_gTd = self._rope(self._k_norm(k_Tgd).swapaxes(0, 1), position)
+        v_gTd = self._v(x_TD).reshape(T, config.num_key_value_heads, config.head_dim).swapaxes(0, 1)
+        keys_gNd = state.keys.write(k_gTd, position)
+        values_gNd = state.values.write(v_gTd, position)
+
+        index_qk = self._index_qk(x_TD)
+        split = config.indexer_n_heads * config.indexer_head_dim
+        pooled_Bc, open_keys = self._pool(index_qk[:, split:], state, position)
+
+        outputs = []
+        num_dense = max(0, min(T, config.max_dense_tokens - position))
+        if num_dense:
+            outputs.append(self._attend_all(q_hTd[:, :num_dense], keys_gNd, values_gNd, position + num_dense))
+        if num_dense < T:
+            index_q_Tic = index_qk[:, :split].reshape(T, config.indexer_n_heads, -1)
+            index_q_iTc = self._rope(self._index_q_norm(index_q_Tic).swapaxes(0, 1), position).astype(
+                mx.float32
+            )
+            for start in range(num_dense, T, QSA_SPARSE_ROWS):
+                rows = slice(start, min(T, start + QSA_SPARSE_ROWS))
+                tokens_RA, is_seen_RA = self._choose(index_q_iTc[:, rows], pooled_Bc, position + start)
+                outputs.append(self._attend_to(q_hTd[:, rows], keys_gNd, values_gNd, tokens_RA, is_seen_RA))
+        o_Thd = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+        y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
+        return y_TD, replace(state, open_keys=open_keys)
+
+    def _pool(self, raw_Tc: mx.array, state: QsaState, position: int) -> tuple[mx.array, mx.array]:
+        """Pool the blocks that this call completes.
+
+        Returns:
+            The buffer of pooled keys (float32), and the raw keys of the block still open.
+        """
+        ratio = self._config.indexer_compress_ratio
+        first = position // ratio
+        window = mx.concatenate([state.open_keys, raw_Tc])
+        num_done = window.shape[0] // ratio
+        num_open = window.shape[0] - num_done * ratio
+        if not num_done:
+            return state.pooled.array, window
+        groups = window[: num_done * ratio].reshape(num_done, ratio, -1).astype(mx.float32)
+        mean_Bc = groups.mean(axis=1).astype(raw_Tc.dtype)
+        pooled_Bc = self._rope(self._index_k_norm(mean_Bc)[None], first, stride=ratio)[0]
+        return state.pooled.write(pooled_Bc.astype(mx.float32), first), last_rows(window, num_open)
+
+    def _attend_all(
+        self, q_hTd: mx.array, keys_gNd: mx.array, values_gNd: mx.array, num_tokens: int
+    ) -> mx.array:
+        """Attend causally to every cached token; the last query row is token `num_tokens - 1`."""
+        o_1hTd = mx.fast.scaled_dot_product_attention(
+            q_hTd[None],
+            keys_gNd[None, :, :num_tokens],
+            values_gNd[None, :, :num_tokens],
+            scale=self._config.head_dim**-0.5,
+            mask="causal" if q_hTd.shape[1] > 1 else None,
+        )
+        return o_1hTd[0].swapaxes(0, 1)
+
+    def _choose(self, index_q_iRc: mx.array, pooled_Bc: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Choose the tokens of each row of a sub-block.
+
+        Args:
+            index_q_iRc: Index queries in float32.
+            pooled_Bc: Pooled keys of all complete blocks, or more.
+            position: Position of the first row.
+
+        Returns:
+            tokens_RA: Positions, ascending, A = budget + ratio. is_seen_RA: False where a place is padding.
+        """
+        config, R = self._config, index_q_iRc.shape[1]
+        ratio = config.indexer_compress_ratio
+        num_blocks = (position + R) // ratio
+        scores_iRB = mx.maximum(index_q_iRc @ pooled_Bc[:num_blocks].T, 0.0)
+        scores_RB = scores_iRB.sum(axis=0) * config.indexer_head_dim**-0.5
+        seen_R1 = mx.arange(position + 1, position + R + 1)[:, None]
+        done_R1 = seen_R1 // ratio
+        if R > 1:
+            scores_RB = mx.where(mx.arange(num_blocks) < done_R1, scores_RB, -mx.inf)
+        blocks_Rk = select_top(scores_RB, config.num_select_blocks)
+        within_r = mx.arange(ratio)
+        chosen_RA = (blocks_Rk[..., None] * ratio + within_r).reshape(R, -1)
+        tail_Rr = done_R1 * ratio + within_r
+        tokens_RA = mx.concatenate([chosen_RA, mx.minimum(tail_Rr, seen_R1 - 1)], axis=1)
+        is_seen_RA = mx.concatenate([mx.ones(chosen_RA.shape, mx.bool_), tail_Rr < seen_R1], axis=1)
+        return tokens_RA, is_seen_RA
+
+    def _attend_to(
+        self,
+        q_hRd: mx.array,
+        keys_gNd: mx.array,
+        values_gNd: mx.array,
+        tokens_RA: mx.array,
+        is_seen_RA: mx.array,
+    ) -> mx.array:
+        """Attend of each row to its own tokens."""
+        R, A = tokens_RA.shape
+        flat = tokens_RA.reshape(-1)
+        shape = (keys_gNd.shape[0], R, A, keys_gNd.shape[-1])
+        o_Rh1d = mx.fast.scaled_dot_product_attention(
+            q_hRd.swapaxes(0, 1)[:, :, None],
+            mx.take(keys_gNd, flat, axis=1).reshape(shape).swapaxes(0, 1),
+            mx.take(values_gNd, flat, axis=1).reshape(shape).swapaxes(0, 1),
+            scale=self._config.head_dim**-0.5,
+            mask=is_seen_RA[:, None, None],
+        )
+        return o_Rh1d[:, :, 0]

@@ -1,0 +1,221 @@
+"""Matrices of any stored form: dense or quantised, single or stacked by expert slot.
+
+Entry points: `Linear`, `Embedding` (protocols) with their dense and quantised forms; `ExpertBank` and
+`expert_glu` for gathered experts; `dequantize_rows` for table rows.
+
+Invariants:
+1. The result of a pair (row, slot) depends on that row and that slot's bytes alone: not on the other pairs,
+   their order, the number of slots, nor on whether pairs were sorted.
+2. Nothing here knows a geometry: shapes come from the arrays, so padded expert widths work as they are.
+
+Source: MLX `quantized_matmul`, `gather_qmm`, `gather_mm`; the sorting threshold is mlx-lm's
+(`switch_layers.py`).
+"""
+
+# Shapes: T positions, K experts per token, P pairs (T * K), D hidden, M expert width, S slots.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_flashnext.config import QuantSpec
+
+# From here on pairs are sorted by slot, which lets Metal use its matrix kernel (mlx-lm's threshold).
+SORT_PAIRS = 64
+# Pairs whose matrices are widened at a time when bank and activations differ in type: bounds the copies.
+WIDEN_PAIRS = 16
+
+
+class Linear(Protocol):
+    """A product with one matrix [out, in]."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return `x @ matrix.T` in the type of `x`."""
+        ...
+
+
+class Embedding(Protocol):
+    """A look-up of rows of one matrix [num, dim]."""
+
+    def __call__(self, ids_T: mx.array) -> mx.array:
+        """Return the rows [T, dim] in the compute type."""
+        ...
+
+
+class DenseLinear:
+    """An unquantised matrix [out, in]."""
+
+    def __init__(self, weight: mx.array) -> None:
+        self.weight = weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return `x @ weight.T`."""
+        return x @ self.weight.T
+
+
+class QuantizedLinear:
+    """A quantised matrix [out, in * bits / 32] with scales, and biases if the mode has them."""
+
+    def __init__(self, weight: mx.array, scales: mx.array, biases: mx.array | None, spec: QuantSpec) -> None:
+        self.weight = weight
+        self.scales = scales
+        self.biases = biases
+        self.spec = spec
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the product in the type of `x`."""
+        y = mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=True,
+            group_size=self.spec.group_size,
+            bits=self.spec.bits,
+            mode=self.spec.mode,
+        )
+        return y.astype(x.dtype)
+
+
+class DenseEmbedding:
+    """An unquantised table [num, dim]."""
+
+    def __init__(self, weight: mx.array, dtype: mx.Dtype) -> None:
+        self.weight = weight
+        self._dtype = dtype
+
+    def __call__(self, ids_T: mx.array) -> mx.array:
+        """Return the rows in the compute type."""
+        return self.weight[ids_T].astype(self._dtype)
+
+
+class QuantizedEmbedding:
+    """A quantised table, dequantised row by row."""
+
+    def __init__(
+        self, weight: mx.array, scales: mx.array, biases: mx.array | None, spec: QuantSpec, dtype: mx.Dtype
+    ) -> None:
+        self.weight = weight
+        self.scales = scales
+        self.biases = biases
+        self.spec = spec
+        self._dtype = dtype
+
+    def __call__(self, ids_T: mx.array) -> mx.array:
+        """Return the rows in the compute type."""
+        parts = [part[ids_T] for part in (self.weight, self.scales, self.biases) if part is not None]
+        return dequantize_rows(parts, self.spec, self._dtype)
+
+
+def dequantize_rows(parts: Sequence[mx.array], spec: QuantSpec | None, dtype: mx.Dtype) -> mx.array:
+    """Return table rows in the compute type.
+
+    Args:
+        parts: The rows' weight, then scales and biases if they are quantised; one leading axis each.
+        spec: How they are quantised, or None.
+        dtype: The compute type.
+    """
+    if spec is None:
+        return parts[0].astype(dtype)
+    weight, scales = parts[0], parts[1]
+    biases = parts[2] if len(parts) > 2 else None
+    rows = mx.dequantize(weight, scales, biases, group_size=spec.group_size, bits=spec.bits, mode=spec.mode)
+    return rows.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One projection of S experts: weight [S, out, in or packed], and how it is quantised."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    spec: QuantSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBank:
+    """The three projections of S experts."""
+
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
+
+
+def expert_glu(x_TD: mx.array, slots_TK: mx.array, bank: ExpertBank) -> mx.array:
+    """Return `down(silu(gate(x)) * up(x))` of every (position, slot) pair.
+
+    Args:
+        x_TD: Expert inputs.
+        slots_TK: Slot numbers, any integer type.
+        bank: The experts lying in the slots.
+
+    Returns:
+        y_TKD in float32, pairs in the order of `slots_TK`.
+    """
+    T, K = slots_TK.shape
+    if T * K < SORT_PAIRS:
+        return _glu(x_TD[:, None, None], bank, slots_TK, is_sorted=False)
+    order_P = mx.argsort(slots_TK.reshape(-1))
+    slots_P = slots_TK.reshape(-1)[order_P]
+    y_PD = _glu(x_TD[order_P // K][:, None], bank, slots_P, is_sorted=True)
+    return y_PD[mx.argsort(order_P)].reshape(T, K, -1)
+
+
+def _glu(x: mx.array, bank: ExpertBank, slots: mx.array, *, is_sorted: bool) -> mx.array:
+    gate = gathered_product(x, bank.gate, slots, is_sorted=is_sorted)
+    up = gathered_product(x, bank.up, slots, is_sorted=is_sorted)
+    y = gathered_product(gate * mx.sigmoid(gate) * up, bank.down, slots, is_sorted=is_sorted)
+    return y.squeeze(-2).astype(mx.float32)
+
+
+def gathered_product(x: mx.array, matrix: ExpertMatrix, slots: mx.array, *, is_sorted: bool) -> mx.array:
+    """Multiply rows with the matrices in their slots.
+
+    Args:
+        x: [..., 1, in], its leading axes broadcast against `slots`.
+        matrix: The stacked matrices.
+        slots: Slot numbers.
+        is_sorted: Whether `slots` is one axis in ascending order.
+
+    Returns:
+        [*slots.shape, 1, out] in the type of `x`.
+    """
+    if matrix.spec is not None:
+        assert matrix.scales is not None
+        y = mx.gather_qmm(
+            x,
+            matrix.weight,
+            matrix.scales,
+            matrix.biases,
+            rhs_indices=slots,
+            transpose=True,
+            group_size=matrix.spec.group_size,
+            bits=matrix.spec.bits,
+            mode=matrix.spec.mode,
+            sorted_indices=is_sorted,
+        )
+        return y.astype(x.dtype)
+    if matrix.weight.dtype == x.dtype:
+        return mx.gather_mm(x, matrix.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=is_sorted)
+    return _widened_product(x, matrix.weight, slots)
+
+
+def _widened_product(x: mx.array, weight: mx.array, slots: mx.array) -> mx.array:
+    """Multiply with a bank of another type, a few pairs at a time.
+
+    The CPU backend gathers float32 only; widening the whole bank would copy every slot on every call.
+    """
+    slots_P = slots.reshape(-1)
+    x_P1D = mx.broadcast_to(x, (*slots.shape, *x.shape[-2:])).reshape(slots_P.shape[0], 1, -1)
+    parts: list[mx.array] = []
+    for start in range(0, slots_P.shape[0], WIDEN_PAIRS):
+        rows = x_P1D[start : start + WIDEN_PAIRS]
+        wide = weight[slots_P[start : start + WIDEN_PAIRS]].astype(x.dtype)
+        own = mx.arange(rows.shape[0], dtype=mx.uint32)
+        parts.append(mx.gather_mm(rows, wide.swapaxes(-1, -2), rhs_indices=own))
+    return mx.concatenate(parts).reshape(*slots.shape, 1, -1)
