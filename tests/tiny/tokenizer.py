@@ -126,7 +126,8 @@ def write_tokenizer(directory: Path, *, vocab_size: int = 128, chat_template: st
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": vocab,
+            # The library numbers added tokens after the vocabulary unless it finds them in it.
+            "vocab": {**vocab, **SPECIALS},
             "merges": merges,
         },
     }
