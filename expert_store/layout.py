@@ -186,9 +186,8 @@ class RecordLayout:
             length = spans[0].length if spans else 0
             for expert, span in enumerate(spans):
                 if span.length != length:
-                    raise _corrupt(
-                        f"{name} of layer {layer}: {span.length} bytes in expert {expert}, {length} in expert 0"
-                    )
+                    fault = f"{span.length} bytes in expert {expert}, {length} in expert 0"
+                    raise _corrupt(f"{name} of layer {layer}: {fault}")
             lengths.append(length)
             places.append(_List(array("q", (s.file for s in spans)), array("q", (s.offset for s in spans))))
         return cls(layer, num_experts, [name for name, _ in components], lengths, places, file_sizes)

@@ -1,0 +1,223 @@
+"""Where bytes come from. Entry: `FileSource`; the seam is `ByteSource`.
+
+A source reads a run of a file into memory that somebody else owns. It never allocates for the data, never
+pads, and never returns bytes of another file than the one whose index was read:
+    B1  `read_into` writes to the views only, and only as many bytes as it returns;
+    B2  after each read the open file is compared with its `FileInfo`: an edit, a truncation or a removal
+        since the index was read is `SourceChanged`, even when the read itself looked fine;
+    B3  every call to the operating system, opening included, is made on the thread that calls `read_into`.
+Faulty, throttled, counting and in-memory sources: testing.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Final, Literal, Protocol, Self
+
+from expert_store.errors import SourceChanged, SourceFailed, StoreClosed
+from expert_store.safetensors_index import FileInfo
+
+_MAX_VIEWS: Final = 1024
+"""IOV_MAX of Linux and macOS."""
+_MAX_BYTES: Final = 2**30
+"""macOS refuses a read of 2 GiB or more; Linux cuts it short."""
+
+
+class ByteSource(Protocol):
+    """Files by number, bytes by offset."""
+
+    def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
+        """Fill the views, in order, from one run of a file.
+
+        May block; called on reader threads, from several at once.
+
+        Args:
+            file: Index of the file.
+            offset: First byte.
+            views: Writable, contiguous, format "B"; the run is as long as they are together.
+
+        Returns:
+            Bytes read; fewer than asked for only where the file ends.
+
+        Raises:
+            StoreError: `SourceFailed`, `SourceChanged`, `StoreClosed`. An `OSError` counts as `SourceFailed`.
+        """
+        ...
+
+    def name(self, file: int) -> str:
+        """Return what messages call a file."""
+        ...
+
+    def close(self) -> None:
+        """Give up the files. Idempotent; nobody may be reading."""
+        ...
+
+
+class FileSource(ByteSource):
+    """Files of a checkpoint, read with `preadv`; safe for any number of threads."""
+
+    def __init__(
+        self,
+        files: Sequence[FileInfo],
+        *,
+        cache: Literal["keep", "bypass"] = "keep",
+        access: Literal["normal", "random"] = "normal",
+    ) -> None:
+        """Remember the files; each is opened by the first read that needs it.
+
+        Args:
+            files: As they were when their headers were read.
+            cache: "bypass" asks the system not to keep what was read (a hint: FEASIBILITY.md 3).
+            access: "random" switches read-ahead off, for rows of a few hundred bytes.
+        """
+        self._files = tuple(files)
+        self._bypass = cache == "bypass"
+        self._random = access == "random"
+        self._descriptors: list[int] = [-1] * len(files)
+        self._open_lock = threading.Lock()  # protects opening and closing; reads do not take it
+        self._is_closed = False
+
+    def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
+        """Fill the views from one run of a file; see `ByteSource`."""
+        descriptor = self._descriptors[file]
+        if descriptor < 0:
+            descriptor = self._open(file)
+        wanted = sum(view.nbytes for view in views)
+        try:
+            is_one_call = wanted <= _MAX_BYTES and len(views) <= _MAX_VIEWS
+            got = os.preadv(descriptor, views, offset) if is_one_call else 0
+            if got != wanted:
+                got = _read_on(descriptor, offset, views, got, wanted)
+            if self._bypass and sys.platform == "linux":
+                os.posix_fadvise(descriptor, offset, got, os.POSIX_FADV_DONTNEED)
+            status = os.fstat(descriptor)
+        except OSError as error:
+            if self._is_closed:
+                raise _closed() from error
+            raise self._failed(error, file, offset) from error
+        info = self._files[file]
+        if (
+            status.st_mtime_ns != info.mtime_ns
+            or status.st_size != info.size
+            or status.st_ino != info.inode
+            or not status.st_nlink
+        ):
+            raise self._changed(file, status)
+        return got
+
+    def name(self, file: int) -> str:
+        """Return the file name."""
+        return self._files[file].path.name
+
+    def close(self) -> None:
+        """Close every file."""
+        with self._open_lock:
+            self._is_closed = True
+            descriptors, self._descriptors = self._descriptors, [-1] * len(self._files)
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _open(self, file: int) -> int:
+        with self._open_lock:
+            if self._is_closed:
+                raise _closed()
+            if self._descriptors[file] >= 0:
+                return self._descriptors[file]
+            try:
+                descriptor = os.open(self._files[file].path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                raise self._changed(file, None) from error
+            except OSError as error:
+                raise self._failed(error, file, 0) from error
+            self._advise(descriptor)
+            self._descriptors[file] = descriptor
+            return descriptor
+
+    def _advise(self, descriptor: int) -> None:
+        """Tell the system how the file will be read; hints, so a refusal does not matter."""
+        if sys.platform == "darwin":
+            import fcntl
+
+            if self._bypass:
+                fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+            if self._random:
+                fcntl.fcntl(descriptor, 45, 0)  # F_RDAHEAD, which older Pythons do not name
+        elif sys.platform == "linux" and self._random:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _changed(self, file: int, status: os.stat_result | None) -> SourceChanged:
+        info = self._files[file]
+        if status is None or not status.st_nlink:
+            what = "was removed or replaced"
+        elif status.st_ino != info.inode:
+            what = "was replaced"
+        elif status.st_size != info.size:
+            what = f"had {info.size} bytes and has {status.st_size}"
+        else:
+            what = "was written to"
+        return SourceChanged(
+            f"File changed while in use: {info.path.name} {what}",
+            hint="leave the checkpoint alone while it is open, then open it again",
+            file=info.path.name,
+        )
+
+    def _failed(self, error: OSError, file: int, offset: int) -> SourceFailed:
+        return read_failed(error, self.name(file), offset)
+
+
+def read_failed(error: OSError, name: str, offset: int) -> SourceFailed:
+    """Return the error for a read that the operating system refused."""
+    is_crowded = error.errno in (errno.EMFILE, errno.ENFILE)
+    return SourceFailed(
+        f"Cannot read {name} at {offset}: {error.strerror or error}",
+        hint="raise the limit of open files: ulimit -n 1024"
+        if is_crowded
+        else "check the drive that holds the model",
+        errno=error.errno,
+        file=name,
+        offset=offset,
+    )
+
+
+def _read_on(descriptor: int, offset: int, views: Sequence[memoryview], got: int, wanted: int) -> int:
+    """Finish a run that one call did not fill; return the bytes read, fewer only at the end of the file."""
+    while got < wanted:
+        count = os.preadv(descriptor, _remaining(views, got), offset + got)
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+def _remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of the views after `done` bytes, as much as one call may take."""
+    left: list[memoryview] = []
+    room = _MAX_BYTES
+    for view in views:
+        if done >= view.nbytes:
+            done -= view.nbytes
+            continue
+        part = view[done : done + room]
+        done = 0
+        room -= part.nbytes
+        left.append(part)
+        if not room or len(left) == _MAX_VIEWS:
+            break
+    return left
+
+
+def _closed() -> StoreClosed:
+    return StoreClosed("Source is closed", hint="open the checkpoint again")

@@ -1,0 +1,337 @@
+"""The expert store: ask for experts of a layer, get slots that hold them. Entry: `ExpertStore`.
+
+    caller                         dispatch.py                    reader threads
+    request --> pin hits, issue one exact ticket per miss --> next_job --> read into the slot
+    wait    <-- last ticket ended <-------------------------- hand_in
+    (compute)
+    release --> unpin
+
+A request takes the one lock once and wakes the readers once for all its misses; its waiter is woken once. The
+caller's thread makes no call that touches storage (FIELD P06). Nothing is ever substituted for a record that
+could not be read (FIELD P26): its slot goes back to EMPTY and every waiter gets the error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Self
+
+from expert_store.completion import Completion
+from expert_store.dispatch import Dispatcher
+from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
+from expert_store.layout import RecordLayout
+from expert_store.lease import Lease, LeaseRequest, Shelf
+from expert_store.policy.base import EvictionPolicy
+from expert_store.policy.lru import LeastRecentlyUsed
+from expert_store.policy.slru import SegmentedLru
+from expert_store.reader import Reader, SlotMemory, ThreadReader
+from expert_store.slots import SlotState, SlotTable
+from expert_store.source import ByteSource
+from expert_store.stats import LayerCounters, LayerStatistics, StoreStatistics
+
+POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = MappingProxyType(
+    {"lru": LeastRecentlyUsed, "slru": SegmentedLru}
+)
+"""Eviction policies by name; each takes the number of slots."""
+
+_PRELOAD_BATCH: Final = 32
+"""Records asked for at once while a layer is filled; two batches are under way, so readers never run dry."""
+
+
+class ExpertStore:
+    """Experts of any number of layers, each layer with its own slots and record size (FIELD P05)."""
+
+    def __init__(
+        self,
+        layouts: Mapping[int, RecordLayout],
+        source: ByteSource,
+        memory: SlotMemory,
+        *,
+        slots: Mapping[int, int],
+        policy: str = "lru",
+        num_readers: int = 4,
+        reader: Reader | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """Start with every slot empty and the readers running.
+
+        Args:
+            layouts: Where the records of each layer lie.
+            source: Where bytes come from. Whoever opened it closes it, after the store.
+            memory: Where records go.
+            slots: Slots of each layer; at least one. A slot for every expert makes slot == expert.
+            policy: A name in `POLICIES`.
+            num_readers: Reader threads, if no `reader` is given.
+            reader: Who reads; for tests.
+            clock: Nanoseconds, for statistics alone.
+
+        Raises:
+            StoreError: An unknown policy, or a layer without slots.
+        """
+        if policy not in POLICIES:
+            raise StoreError(
+                f"Unknown eviction policy: {policy!r}",
+                hint=f"choose one of: {', '.join(POLICIES)}",
+                policy=policy,
+            )
+        self._lock = threading.Lock()
+        self._generations: dict[int, int] = {}
+        self._is_closed = False
+        self._reader = ThreadReader(num_readers) if reader is None else reader
+        shelves: dict[int, Shelf] = {}
+        for layer, layout in sorted(layouts.items()):
+            num_slots = slots.get(layer, 0)
+            if num_slots < 1:
+                raise StoreError(
+                    f"Layer {layer} has {num_slots} slots",
+                    hint="give every layer at least one slot",
+                    layer=layer,
+                )
+            table = SlotTable(layer, layout.num_experts, num_slots, POLICIES[policy](num_slots))
+            shelves[layer] = Shelf(layout, table, LayerCounters(), self._lock, clock, self._check_reader)
+        self._shelves = shelves
+        self._dispatcher = Dispatcher(shelves, source, memory, self._reader, self._lock, clock)
+        self._reader.start(self._dispatcher)
+
+    # What callers use.
+
+    def request(self, layer: int, experts: Sequence[int], *, owner: int = 0) -> LeaseRequest:
+        """Pin the experts that are resident and queue one exact read for each that is not. Does not block.
+
+        All reads are queued before this returns, and readers are told once. Any thread.
+
+        Args:
+            layer: Layer index.
+            experts: Distinct experts of it; fewer than the slots that can be freed.
+            owner: Id of the request on whose behalf it is.
+
+        Raises:
+            SlotsExhausted: More are missing than slots can be freed now. Nothing was changed.
+            StoreError: No such layer or expert, an expert named twice, a closed or broken store.
+        """
+        shelf = self._shelf(layer)
+        wanted = tuple(experts)
+        if wanted and not _are_experts(wanted, shelf.table.num_experts):
+            raise StoreError(
+                f"Experts must be distinct and below {shelf.table.num_experts}: {wanted}",
+                hint="this is a bug of the caller",
+                layer=layer,
+            )
+        with self._lock:
+            self._dispatcher.check_open()
+            slots, missing, joining = shelf.table.take(wanted)
+            counters = shelf.counters
+            counters.num_demands += len(wanted)
+            lease = Lease(shelf, wanted, tuple(slots))
+            request = LeaseRequest(shelf, lease, len(missing) + len(joining))
+            if joining:
+                counters.num_joined += len(joining)
+                self._dispatcher.join(layer, [wanted[position] for position in joining], request)
+            if missing:
+                counters.num_misses += len(missing)
+                pairs = [(wanted[position], slots[position]) for position in missing]
+                self._dispatcher.issue(shelf, pairs, request, owner, self._generations.get(owner, 0))
+        return request
+
+    def acquire(
+        self, layer: int, experts: Sequence[int], *, owner: int = 0, timeout_s: float | None = None
+    ) -> Lease:
+        """Return a lease on the experts; blocks until they are in memory.
+
+        Args:
+            layer: Layer index.
+            experts: As `request`.
+            owner: As `request`.
+            timeout_s: Give up after this many seconds; None never.
+
+        Raises:
+            StoreError: As `request` and `LeaseRequest.wait`. Nothing stays pinned.
+        """
+        try:
+            request = self.request(layer, experts, owner=owner)
+        except SlotsExhausted as error:
+            if not error.context["num_loading"]:
+                raise
+            # Reads of a cancelled request hold slots until they end; they are on the wire, so soon.
+            self.wait_idle(timeout_s)
+            request = self.request(layer, experts, owner=owner)
+        try:
+            return request.wait(timeout_s)
+        except BaseException:  # KeyboardInterrupt included: an abandoned request must not keep pins
+            request.cancel()
+            raise
+
+    def acquire_nowait(self, layer: int, experts: Sequence[int], *, owner: int = 0) -> Lease:
+        """Return a lease if every expert is resident.
+
+        Raises:
+            WouldBlock: Some are not; reads for them were queued, nothing stays pinned.
+            StoreError: As `request`.
+        """
+        request = self.request(layer, experts, owner=owner)
+        try:
+            return request.wait_nowait()
+        except WouldBlock:
+            request.cancel()
+            raise
+
+    def is_resident(self, layer: int, expert: int) -> bool:
+        """Return whether the record is in a slot, whole."""
+        with self._lock:
+            return self._shelf(layer).table.state_of(expert) is SlotState.FULL
+
+    def is_layer_resident(self, layer: int) -> bool:
+        """Return whether every record of the layer is in memory for good, with slot == expert."""
+        table = self._shelf(layer).table
+        return table.is_identity and table.num_resident == table.num_experts
+
+    def preload(self, layer: int, progress: Callable[[int], None] | None = None) -> None:
+        """Fill a layer that has a slot for every expert; blocks.
+
+        Args:
+            layer: Layer index.
+            progress: Called on this thread with the number of records in memory so far.
+
+        Raises:
+            StoreError: The layer has fewer slots, or a record could not be read.
+        """
+        table = self._shelf(layer).table
+        if not table.is_identity:
+            raise StoreError(
+                f"Layer {layer} has {table.num_slots} slots for {table.num_experts} experts",
+                hint="preload needs a slot for every expert",
+                layer=layer,
+            )
+        starts = range(0, table.num_experts, _PRELOAD_BATCH)
+        batches = [range(start, min(start + _PRELOAD_BATCH, table.num_experts)) for start in starts]
+        following = self.request(layer, batches[0])
+        for number, batch in enumerate(batches):
+            current = following
+            if number + 1 < len(batches):
+                following = self.request(layer, batches[number + 1])
+            try:
+                current.wait().release()
+            except BaseException:
+                following.cancel()
+                current.cancel()
+                raise
+            if progress is not None:
+                progress(batch.stop)
+
+    def advance(self, owner: int, generation: int) -> None:
+        """Begin a new generation of an owner, and close the cycle's statistics (`last_cycle`).
+
+        Queued predicted tickets of older generations are cancelled (T4); exact ones never are (T3). The same
+        generation again does nothing.
+
+        Raises:
+            StoreError: The generation goes backwards.
+        """
+        with self._lock:
+            current = self._generations.get(owner, 0)
+            if generation < current:
+                raise StoreError(
+                    f"Generation of owner {owner} goes backwards: {current} to {generation}",
+                    hint="this is a bug of the caller",
+                    owner=owner,
+                )
+            if generation == current:
+                return
+            self._generations[owner] = generation
+            self._dispatcher.cancel_older(owner, generation)
+            self._dispatcher.ledger.close_cycle(shelf.counters for shelf in self._shelves.values())
+
+    def wait_idle(self, timeout_s: float | None = None) -> None:
+        """Block until every read that is under way now has ended, well or not.
+
+        Raises:
+            WouldBlock: The time ran out.
+            WorkerDied: They will never end.
+        """
+        with self._lock:
+            tickets = self._dispatcher.queue.in_flight()
+            watcher = _Watcher(len(tickets))
+            for ticket in tickets:
+                ticket.waiters.append(watcher)
+        if not watcher.completion.wait(timeout_s, self._check_reader):
+            raise WouldBlock(f"{watcher.completion.pending} reads are under way after {timeout_s:g} s")
+
+    def statistics(self) -> StoreStatistics:
+        """Return a snapshot of every count."""
+        with self._lock:
+            layers = tuple(_layer_statistics(shelf) for shelf in self._shelves.values())
+            return self._dispatcher.ledger.snapshot(layers, num_queued=self._dispatcher.queue.num_queued)
+
+    def close(self) -> None:
+        """Fail what is queued, let reads on the wire finish, join every thread. Idempotent.
+
+        The source stays open: whoever opened it closes it, after this.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._dispatcher.reader_failed(StoreClosed("Store is closed", hint="open the model again"))
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _shelf(self, layer: int) -> Shelf:
+        """Return a layer; needs no lock, the set of layers never changes."""
+        shelf = self._shelves.get(layer)
+        if shelf is None:
+            raise StoreError(
+                f"No such layer: {layer}", hint=f"layers are {sorted(self._shelves)}", layer=layer
+            )
+        return shelf
+
+    def _check_reader(self) -> None:
+        """Break the store if a reader is gone; called by waiters, without the lock."""
+        try:
+            self._reader.check()
+        except StoreError as error:
+            with self._lock:
+                self._dispatcher.reader_failed(error)
+            raise
+
+
+class _Watcher:
+    """Waits for tickets without wanting their records."""
+
+    __slots__ = ("completion",)
+
+    is_live = False
+    is_waited_for = False
+
+    def __init__(self, pending: int) -> None:
+        self.completion = Completion(pending)
+
+    def ticket_ended(self, error: StoreError | None) -> None:
+        self.completion.count_down(error)
+
+
+def _layer_statistics(shelf: Shelf) -> LayerStatistics:
+    table, counters = shelf.table, shelf.counters
+    return LayerStatistics(
+        layer=table.layer,
+        num_slots=table.num_slots,
+        num_resident=table.num_resident,
+        num_demands=counters.num_demands,
+        num_hits=counters.num_demands - counters.num_joined - counters.num_misses,
+        num_joined=counters.num_joined,
+        num_misses=counters.num_misses,
+        num_evictions=table.num_evictions,
+        exposed_wait_ns=counters.exposed_wait_ns,
+    )
+
+
+def _are_experts(experts: tuple[int, ...], num_experts: int) -> bool:
+    return min(experts) >= 0 and max(experts) < num_experts and len(set(experts)) == len(experts)
