@@ -1,0 +1,87 @@
+"""Tokenizer and template equal transformers' on the same files. transformers is imported here only."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from mlx_flashnext.text.template import ChatTemplate
+from mlx_flashnext.tokenizer import Tokenizer
+from tests.tiny.tokenizer import write_tokenizer
+
+TEXTS = [
+    "",
+    "Hello there",
+    " leading, trailing \n\n\t",
+    "na\u00efve caf\u00e9 \u20ac 100 \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "<|im_start|>user\n<think>x</think><|im_end|>",
+    "<|im_en d|> <|endoftext|><|endoftext|>",
+    "1234567890 don't I'll\r\n  x",
+    "\u4f60\u597d \u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947",
+]
+SYSTEM = {"role": "system", "content": " You are terse. "}
+USER = {"role": "user", "content": "What's <b>up</b> & \u20ac?\n"}
+REPLY = {"role": "assistant", "content": " Fine. ", "reasoning_content": " Because. "}
+PLAIN = {"role": "assistant", "content": "Fine."}
+TALKS = [[USER], [SYSTEM, USER], [USER, REPLY, USER], [SYSTEM, USER, REPLY, USER, PLAIN, USER]]
+VARIABLES = [
+    {},
+    {"enable_thinking": True},
+    {"enable_thinking": False},
+    {"reasoning_effort": "low"},
+    {"reasoning_effort": "medium"},
+    {"preserve_thinking": False},
+    {"enable_thinking": False, "preserve_thinking": False},
+]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    tiny = write_tokenizer(tmp_path_factory.mktemp("parity") / "tiny", vocab_size=400)
+    (tiny / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    from mlx_flashnext.demo import demo_dir
+
+    demo = demo_dir()
+    return [tiny, demo] if (demo / "tokenizer.json").is_file() else [tiny]
+
+
+@pytest.fixture(scope="module")
+def reference(directories):
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        return [transformers.PreTrainedTokenizerFast.from_pretrained(str(path)) for path in directories]
+
+
+def test_ids_and_text_equal_transformers(directories, reference):
+    for directory, theirs in zip(directories, reference, strict=True):
+        ours = Tokenizer.open(directory)
+        for text in TEXTS:
+            ids = ours.encode(text)
+            assert ids == theirs.encode(text, add_special_tokens=False)
+            assert ours.decode(ids, special=True) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+            hidden = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids) == hidden
+
+
+@pytest.mark.parametrize("variables", VARIABLES, ids=str)
+def test_renderings_equal_transformers(directories, reference, variables):
+    for directory, theirs in zip(directories, reference, strict=True):
+        with ChatTemplate.open(directory) as ours:
+            for talk in TALKS:
+                for generation in (True, False):
+                    expected = theirs.apply_chat_template(
+                        talk, tokenize=False, add_generation_prompt=generation, **variables
+                    )
+                    assert ours.render(talk, add_generation_prompt=generation, **variables) == expected
+
+
+def test_tokens_of_a_rendering_equal_transformers(directories, reference):
+    for directory, theirs in zip(directories, reference, strict=True):
+        with ChatTemplate.open(directory) as template:
+            text = template.render(TALKS[-1])
+        ids = theirs.apply_chat_template(TALKS[-1], add_generation_prompt=True, return_dict=False)
+        assert Tokenizer.open(directory).encode(text) == list(ids)
