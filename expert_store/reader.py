@@ -167,7 +167,7 @@ class ThreadReader(Reader):
                 job = self._exchange(done, error)
                 if job is None:
                     return
-                error = _attempt(job)
+                error = attempt(job)
         except BaseException as death:  # noqa: BLE001 - delivered to the waiters (R2), the thread ends
             self._die(job, death)
 
@@ -199,7 +199,7 @@ def check_views(views: Sequence[memoryview], lengths: Sequence[int], what: str) 
     assert found == wanted, f"memory of {what} has {found} bytes, its components have {wanted}"
 
 
-def _attempt(job: Job) -> StoreError | None:
+def attempt(job: Job) -> StoreError | None:
     """Carry out a job; return what went wrong."""
     try:
         job.read()

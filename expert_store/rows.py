@@ -2,8 +2,8 @@
 
 A gather issues all its reads before it returns, on threads of its own, so that rows never queue behind
 records of megabytes: 16 rows a token are 16 latencies, which should overlap. Each row is read once per batch,
-exactly: no rounding to pages, so nothing beyond a row is written and nothing beyond it is asked for (FIELD P18,
-P19). Rows that follow each other in a file become one read.
+exactly: no rounding to pages, so nothing beyond a row is written (FIELD P18) and nothing beyond it is asked
+for (FIELD P19). Rows that follow each other in a file become one read.
 
 Buffers take turns: a batch is valid until its buffer's next turn, `num_buffers` gathers later. A buffer whose
 reads have not ended is waited for before it is filled again.
