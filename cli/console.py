@@ -1,9 +1,8 @@
-"""Everything people see: streams, numbers, tables, progress, errors. The only formatter of numbers for
-people.
+"""Everything people see: streams, numbers, tables, progress, errors.
 
-Rules: stdout carries the answer or the document asked for, stderr everything else; each stream is
-examined on its own, so a file or a pipe gets no colour and no cursor movement. On a terminal, control
-characters of a model's text or of a file's names are made visible instead of being obeyed.
+The only formatter of numbers for people. stdout carries the answer or the document asked for, stderr
+everything else; each stream is examined on its own, so a file or a pipe gets no colour and no cursor movement. On a terminal,
+control characters of a model's text or of a file's names are made visible instead of being obeyed.
 """
 
 import json

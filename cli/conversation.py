@@ -72,7 +72,7 @@ class Conversation:
         """Continue a saved conversation.
 
         Raises:
-            CommandError: it was held with another model, or has a system prompt of its own beside a given one.
+            CommandError: it was held with another model, or has its own system prompt beside a given one.
         """
         digest = self._engine.checkpoint.digest
         if transcript.model_digest != digest:
@@ -92,7 +92,7 @@ class Conversation:
         if brings_system:
             self._system = [saved[0]]
         self.messages = saved or list(self._system)
-        self._console.note(f"continuing {path}: {self.num_turns} turns")
+        self._console.note(f"continuing {path}: {_turns(self.num_turns)}")
 
     @property
     def num_turns(self) -> int:
@@ -164,7 +164,7 @@ class Conversation:
 
     def _stats(self) -> None:
         used, plan = len(self._session.tokens), self._engine.plan
-        self._console.note(f"context {used} of {plan.context_tokens} tokens, {self.num_turns} turns")
+        self._console.note(f"context {used} of {plan.context_tokens} tokens, {_turns(self.num_turns)}")
         if self._last is not None:
             self._console.note(statistics_line(self._last.statistics))
         if used >= plan.context_tokens:
@@ -180,4 +180,8 @@ class Conversation:
         ]
         digest = self._engine.checkpoint.digest
         save_transcript(path, Transcript(FORMAT, VERSION, self._model.label, digest, saved))
-        self._console.note(f"saved {self.num_turns} turns: {path}")
+        self._console.note(f"saved {_turns(self.num_turns)}: {path}")
+
+
+def _turns(count: int) -> str:
+    return "1 turn" if count == 1 else f"{count} turns"

@@ -1,7 +1,7 @@
-"""Help pages: plain text in groups, readable at any width and without colour. No rich here: `--help` stays
-quick.
+"""Help pages: plain text in groups, readable at any width and without colour.
 
-Entry point: `help_page`. Flag names are never cut; on narrow terminals a description moves below its flag.
+No rich here, so that `--help` stays quick. Entry point: `help_page`. Flag names are never cut; on narrow
+terminals a description moves below its flag.
 """
 
 import re

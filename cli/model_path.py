@@ -81,15 +81,19 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def _demo() -> FoundModel:
-    from mlx_flashnext.demo import demo_dir
-
-    directory = demo_dir()
+    directory = _demo_directory()
     if not (directory / "config.json").is_file():
         raise CommandError(
             f"The demo model is not installed: {directory}",
             hint="name a model with --model DIRECTORY or --model ORG/NAME",
         )
     return FoundModel(directory, "demo", is_demo=True)
+
+
+def _demo_directory() -> Path:
+    from mlx_flashnext.demo import demo_dir
+
+    return demo_dir()
 
 
 def _local(path: Path, name: str) -> FoundModel:

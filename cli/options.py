@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.model_path import complete_model
-from cli.parse import parse_count, parse_json_object, parse_size
+from cli.parse import parse_count, parse_json_object, parse_number, parse_size, parse_whole
 from cli.settings import MEMORY_VARIABLE, MODEL_VARIABLE
 
 _MEMORY, _SAMPLING, _PROMPT, _OUTPUT = "Memory", "Sampling", "Prompt", "Output"
@@ -99,37 +99,84 @@ class SamplingOptions:
 
     temp: Annotated[
         float | None,
-        typer.Option("--temp", "--temperature", help="Temperature; 0 is greedy.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--temp",
+            "--temperature",
+            help="Temperature; 0 is greedy.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--top-p",
+            help="Keep the likeliest tokens up to this mass.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", help="Keep this many tokens; 0 keeps all.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--top-k",
+            help="Keep this many tokens; 0 keeps all.",
+            parser=parse_whole,
+            metavar="N",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     min_p: Annotated[
         float | None,
         typer.Option(
-            "--min-p", help="Drop tokens below this share of the likeliest.", rich_help_panel=_SAMPLING
+            "--min-p",
+            help="Drop tokens below this share of the likeliest.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", help="1 is off.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--repetition-penalty",
+            help="1 is off.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     presence_penalty: Annotated[
         float | None,
-        typer.Option("--presence-penalty", help="0 is off.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--presence-penalty",
+            help="0 is off.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        typer.Option("--frequency-penalty", help="0 is off.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--frequency-penalty",
+            help="0 is off.",
+            parser=parse_number,
+            metavar="NUMBER",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Make the draws repeatable.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--seed",
+            help="Make the draws repeatable.",
+            parser=parse_whole,
+            metavar="N",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     max_tokens: Annotated[
         int | None,

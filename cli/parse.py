@@ -37,6 +37,22 @@ def parse_count(text: str) -> int:
     return value
 
 
+def parse_number(text: str) -> float:
+    """Return a number."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not a number: {text!r}") from error
+
+
+def parse_whole(text: str) -> int:
+    """Return a whole number of any sign."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not a whole number: {text!r}") from error
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     """Return a JSON object."""
     import msgspec

@@ -1,5 +1,6 @@
-"""From flags and the model's own defaults to sampling parameters. Order: flag, generation_config.json, 1.0
-or off.
+"""From flags and the model's own defaults to sampling parameters.
+
+Order: flag, then generation_config.json, then 1.0 or off.
 """
 
 import secrets

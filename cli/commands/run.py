@@ -58,7 +58,7 @@ def run(
         raise UsageProblem("Two prompts: one as --prompt, one without a flag", hint="give one")
     if ignore_chat_template and prompting != PromptOptions():
         raise UsageProblem(
-            "Without a chat template nothing reads --system-prompt, --think, --reasoning-effort or its config",
+            "Nothing reads --system-prompt, --think or --reasoning-effort without a chat template",
             hint="leave them out, or leave out --ignore-chat-template",
         )
     services: Services = context.obj

@@ -43,7 +43,9 @@ class Runner:
         self.checkpoint = checkpoint
         self.rig = Rig()
 
-    def __call__(self, *arguments: str, input: str | bytes | None = None, script: Script | None = None, **rest: Any) -> Any:
+    def __call__(
+        self, *arguments: str, input: str | bytes | None = None, script: Script | None = None, **rest: Any
+    ) -> Any:
         self.rig = Rig(script)
         return CliRunner().invoke(app, list(arguments), input=input, obj=self.rig.services, **rest)
 

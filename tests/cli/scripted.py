@@ -82,7 +82,9 @@ class ScriptedSession:
     ) -> Iterator[Event]:
         engine, script = self.engine, self.engine.script
         engine.calls.append(
-            SimpleNamespace(prompt=list(prompt), params=params, max_tokens=max_tokens, stop_ids=tuple(stop_ids))
+            SimpleNamespace(
+                prompt=list(prompt), params=params, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
+            )
         )
         if not prompt:
             raise EmptyPrompt("The prompt has no tokens")
@@ -172,7 +174,9 @@ class Rig:
         self.requests: list[Any] = []
         self.services = Services(open_engine=self._open)
 
-    def _open(self, directory: Path, request: Any, progress: Callable[[str, int, int], None]) -> ScriptedEngine:
+    def _open(
+        self, directory: Path, request: Any, progress: Callable[[str, int, int], None]
+    ) -> ScriptedEngine:
         self.requests.append(request)
         progress("trunk", 1, 2)
         if self.script.fail_in_load:
