@@ -1,8 +1,8 @@
 """From ticket to slot: queues exact reads, hands them out, brings each to its one end. Entry: `Dispatcher`.
 
 The store calls `issue` and `join`; a reader calls `next_job` and, through the job, `hand_in`. One lock
-protects tables, queue, tickets and counters: held for microseconds, never across a read, a wait or a callback.
-Every method here but `_RecordRead.read` runs under it.
+protects tables, queue, tickets and counters: held for microseconds, never across a read or a wait. Every
+method here but `_RecordRead.read` runs under it.
 """
 
 from __future__ import annotations
