@@ -1,6 +1,6 @@
 """Open a checkpoint directory as plain tensors, change them, write it back.
 
-Entry points: `load`, `save`. For tests that need a checkpoint which is wrong in one place, or spelled otherwise.
+Entry points: `load`, `save`. For tests that need a wrong checkpoint, or one spelled otherwise.
 """
 
 import json

@@ -24,11 +24,10 @@ from expert_store.layout import RecordLayout, StackedComponent
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import ExpertGroup, Parts
-from mlx_flashnext.checkpoint.matching import check_shape, size_mismatch
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
 from mlx_flashnext.checkpoint.stored import PROJECTIONS, Component, ExpertLayout, Projection
 from mlx_flashnext.config import ModelConfig, QuantSpec
-from mlx_flashnext.errors import WeightMismatch
 
 PADDED_MULTIPLE = 256
 FUSED = "gate_up_proj"
@@ -70,17 +69,22 @@ class ExpertReader:
             wrong. CheckpointCorrupt: A stack leaves its file.
         """
         if group.listed and group.stacked:
-            raise _mismatch(f"{prefix} is stored both in one piece and expert by expert", prefix)
+            raise mismatch(f"{prefix} is stored both in one piece and expert by expert", prefix)
         if group.listed:
             return self._listed(layer, prefix, group)
         stacked = group.stacked
-        wanted = {FUSED, "down_proj"} if FUSED in stacked else {"gate_proj", "up_proj", "down_proj"}
+        split = {"gate_proj", "up_proj"}
+        wanted = {
+            "down_proj",
+            *(split if not split.isdisjoint(stacked) and FUSED not in stacked else {FUSED}),
+        }
         for name in sorted(wanted ^ stacked.keys()):
-            what = "Tensor missing" if name in wanted else "Tensor stored twice"
-            raise _mismatch(f"{what}: {prefix}.{name}", f"{prefix}.{name}")
+            if name in wanted:
+                raise missing_tensor(f"{prefix}.{name}")
+            raise mismatch(f"Tensor stored twice: {prefix}.{name}, also in {FUSED}", f"{prefix}.{name}")
         for name, parts in stacked.items():
             if "weight" not in parts:
-                raise _mismatch(f"Tensor missing: {prefix}.{name}.weight", f"{prefix}.{name}.weight")
+                raise missing_tensor(f"{prefix}.{name}.weight")
         return self._stacked(layer, prefix, stacked)
 
     def _stacked(self, layer: int, prefix: str, stacked: Mapping[str, Parts]) -> ExpertLayout:
@@ -121,12 +125,12 @@ class ExpertReader:
         fused = stacked.get(FUSED)
         info = (fused or stacked["gate_proj"])["weight"]
         if len(info.shape) != 3:
-            raise _mismatch(
+            raise mismatch(
                 f"{info.name}: shape {list(info.shape)}, three dimensions were expected", info.name
             )
         width, rest = divmod(info.shape[1], 2 if fused else 1)
         if rest:
-            raise _mismatch(f"{info.name}: {info.shape[1]} rows do not halve into gate and up", info.name)
+            raise mismatch(f"{info.name}: {info.shape[1]} rows do not halve into gate and up", info.name)
         asked = self._config.moe_intermediate_size
         padded = -(-asked // PADDED_MULTIPLE) * PADDED_MULTIPLE
         if width not in (asked, padded):
@@ -144,9 +148,9 @@ class ExpertReader:
             check_shape(weight, weight.shape, (*lead, columns), self._text)
             return None
         if weight.dtype != "U32":
-            raise _mismatch(f"{weight.name}: experts of dtype {weight.dtype} are not known", weight.name)
+            raise mismatch(f"{weight.name}: experts of dtype {weight.dtype} are not known", weight.name)
         if "scales" not in parts:
-            raise _mismatch(f"Tensor missing: {name}.scales, its weight is packed", f"{name}.scales")
+            raise missing_tensor(f"{name}.scales", "its weight is packed")
         check_shape(weight, weight.shape[:-1], lead, self._text)
         fused = f"{name.rpartition('.')[0]}.{FUSED}"
         configured = self._quantization.spec_of(Place(name), Place(fused))
@@ -155,7 +159,7 @@ class ExpertReader:
     def _listed(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout:
         block = self._quantization.fp8_block
         if block is None:
-            raise _mismatch(
+            raise mismatch(
                 f"{prefix} is stored expert by expert, but config.json names no quant_method fp8", prefix
             )
         hidden, num_experts = self._sizes.hidden, self._sizes.experts
@@ -175,7 +179,7 @@ class ExpertReader:
                 check_shape(first, first.shape, sizes, self._text)
                 for info in infos:
                     if info.shape != first.shape or info.dtype not in dtypes or info.dtype != first.dtype:
-                        raise _mismatch(
+                        raise mismatch(
                             f"{info.name}: {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} "
                             f"{list(first.shape)}",
                             info.name,
@@ -185,7 +189,7 @@ class ExpertReader:
             known = {component.name for component, _ in pieces}
             extra = next(key for key in group.listed if ".".join(key) not in known)
             info = next(iter(group.listed[extra].values()))
-            raise _mismatch(f"Tensor not known: {info.name}", info.name)
+            raise mismatch(f"Tensor not known: {info.name}", info.name)
         # In file order, so that neighbours are fetched by one read.
         pieces.sort(key=lambda piece: (piece[1][0].file, piece[1][0].offset))
         record = RecordLayout.listed(
@@ -200,10 +204,8 @@ class ExpertReader:
         for expert in range(count):
             info = stored.get(expert)
             if info is None:
-                raise _mismatch(
-                    f"Tensor missing: {name} of expert {expert}; config.json asks for num_experts = {count}",
-                    name,
-                )
+                why = f"config.json asks for num_experts = {count}"
+                raise missing_tensor(f"{name} of expert {expert}", why)
             infos.append(info)
         if len(stored) != count:
             info = stored[max(stored)]
@@ -216,7 +218,7 @@ def _nothing_left(stacked: Mapping[str, Parts], pieces: Sequence[tuple[Component
     for parts in stacked.values():
         for info in parts.values():
             if (info.file, info.offset) not in used:
-                raise _mismatch(f"Tensor not known: {info.name}", info.name)
+                raise mismatch(f"Tensor not known: {info.name}", info.name)
 
 
 def _piece(
@@ -228,7 +230,3 @@ def _piece(
     _, rows, columns = info.shape
     component = Component(name, info.dtype, (rows // num_halves, columns))
     return component, StackedComponent(name, info.file, info.offset, stride, index * length, length)
-
-
-def _mismatch(message: str, tensor: str) -> WeightMismatch:
-    return WeightMismatch(message, hint="fetch or convert the checkpoint again", tensor=tensor)

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from expert_store.safetensors_index import TensorInfo
-from mlx_flashnext.checkpoint.expected import Expected, Size, describe
+from mlx_flashnext.checkpoint.expected import Expected
 from mlx_flashnext.checkpoint.grouping import Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor
 from mlx_flashnext.checkpoint.stored import StoredTensor
-from mlx_flashnext.errors import ModelError, WeightMismatch
-
-WRONG_PAIR = "config.json does not belong to these files: get both from one place"
+from mlx_flashnext.errors import ModelError
 
 
 @dataclass(slots=True)
@@ -68,11 +67,8 @@ def _stored(
         return _quantised(want, parts, quantization, text)
     allowed = ("I64",) if want.role == "integer" else FLOATS
     if weight.dtype not in allowed:
-        raise WeightMismatch(
-            f"{weight.name}: dtype {weight.dtype}, {' or '.join(allowed)} was expected",
-            hint="fetch or convert the checkpoint again",
-            tensor=weight.name,
-            dtype=weight.dtype,
+        raise mismatch(
+            f"{weight.name}: dtype {weight.dtype}, {' or '.join(allowed)} was expected", weight.name
         )
     shape = weight.shape
     if want.role == "conv" and len(shape) == 3 and 1 in shape[1:]:
@@ -86,43 +82,9 @@ def _quantised(
 ) -> StoredTensor:
     weight, scales = parts["weight"], parts.get("scales")
     if scales is None:
-        raise WeightMismatch(
-            f"Tensor missing: {weight.name.removesuffix('.weight')}.scales, its weight is packed",
-            hint="fetch the checkpoint again",
-            tensor=weight.name,
-        )
+        raise missing_tensor(f"{weight.name.removesuffix('.weight')}.scales", "its weight is packed")
     rows, columns = want.sizes
     check_shape(weight, weight.shape[:-1], (rows,), text)
     biases = parts.get("biases")
     spec = quant_spec(columns, weight, scales, biases, quantization.spec_of(Place(want.name)), text)
     return StoredTensor(want.name, want.shape, spec, weight, scales, biases)
-
-
-def check_shape(
-    info: TensorInfo, shape: tuple[int, ...], sizes: tuple[Size, ...], text: Mapping[str, object]
-) -> None:
-    """Refuse a stored shape that is not the expected one, naming the config fields behind the difference."""
-    if len(shape) != len(sizes):
-        raise WeightMismatch(
-            f"{info.name}: shape {list(info.shape)}, expected {[size.value for size in sizes]}",
-            hint=WRONG_PAIR,
-            tensor=info.name,
-        )
-    for axis, (found, size) in enumerate(zip(shape, sizes, strict=True)):
-        if found != size.value:
-            raise size_mismatch(info, f"dimension {axis}", found, size, text)
-
-
-def size_mismatch(
-    info: TensorInfo, what: str, found: int, size: Size, text: Mapping[str, object]
-) -> WeightMismatch:
-    """Return the refusal of one size: the tensor's value against the config's, with the fields behind it."""
-    behind = f" ({describe(size, text)})" if size.fields else ""
-    return WeightMismatch(
-        f"{info.name}: {what} is {found}, config.json asks for {size.value}{behind}",
-        hint=WRONG_PAIR,
-        tensor=info.name,
-        found=found,
-        expected=size.value,
-        fields=size.fields,
-    )

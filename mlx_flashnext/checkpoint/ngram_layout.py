@@ -15,11 +15,10 @@ from expert_store.layout import RowLayout, RowPart
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import Parts
-from mlx_flashnext.checkpoint.matching import check_shape, size_mismatch
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
 from mlx_flashnext.checkpoint.stored import Component, NgramLayout
 from mlx_flashnext.config import ModelConfig, QuantSpec
-from mlx_flashnext.errors import WeightMismatch
 
 
 def ngram_layout(
@@ -48,16 +47,13 @@ def ngram_layout(
     scale = whole.pop("weight_scale", None)
     numbered = {number: parts for number, parts in table.items() if number is not None}
     if whole and numbered:
-        raise _mismatch(f"{module} is stored both whole and in {len(numbered)} parts", module)
+        raise mismatch(f"{module} is stored both whole and in {len(numbered)} parts", module)
     if numbered:
         count = config.split_ngram_parts
         for number in range(max(count, max(numbered) + 1)):
             if number not in numbered:
-                raise _mismatch(
-                    f"Tensor missing: part {number} of {module}; "
-                    f"config.json asks for split_ngram_parts = {count}",
-                    module,
-                )
+                why = f"config.json asks for split_ngram_parts = {count}"
+                raise missing_tensor(f"part {number} of {module}", why)
         if len(numbered) != count:
             last = numbered[max(numbered)]
             info = next(iter(last.values()))
@@ -67,7 +63,7 @@ def ngram_layout(
     elif whole:
         ordered = [(None, whole)]
     else:
-        raise _mismatch(f"Tensor missing: {module}, the n-gram table", module)
+        raise missing_tensor(module, "the n-gram table")
 
     width = Sizes(config).row_width
     spec: QuantSpec | None = None
@@ -80,13 +76,13 @@ def ngram_layout(
             for name, info in zip(("weight", "scales", "biases"), infos, strict=False)
         )
         if index and (part_spec != spec or found != components):
-            raise _mismatch(f"{infos[0].name}: stored otherwise than the parts before it", infos[0].name)
+            raise mismatch(f"{infos[0].name}: stored otherwise than the parts before it", infos[0].name)
         spec, components = part_spec, found
         rows.append(RowPart(infos[0].shape[0], infos))
     first = rows[0].spans[0]
     assert isinstance(first, TensorInfo)
     if first.dtype == "F8_E4M3" and scale is None:
-        raise _mismatch(f"Tensor missing: {module}.weight_scale, the table is FP8", module)
+        raise missing_tensor(f"{module}.weight_scale", "the table is FP8")
     num_rows = sum(part.num_rows for part in rows)
     if num_rows != config.ngram.num_rows:
         fields = (
@@ -113,27 +109,23 @@ def _part(
     weight = parts.get("weight")
     where = module if number is None else f"{module} part {number}"
     if weight is None:
-        raise _mismatch(f"Tensor missing: {where}, weight", module)
+        raise missing_tensor(f"weight of {where}")
     if len(weight.shape) != 2:
-        raise _mismatch(
+        raise mismatch(
             f"{weight.name}: shape {list(weight.shape)}, two dimensions were expected", weight.name
         )
     packed = weight.dtype == "U32"
     for part, info in parts.items():
         if part not in (("weight", "scales", "biases") if packed else ("weight",)):
-            raise _mismatch(f"Tensor not known: {info.name}", info.name)
+            raise mismatch(f"Tensor not known: {info.name}", info.name)
     if weight.dtype in (*FLOATS, "F8_E4M3"):
         check_shape(weight, weight.shape[1:], (width,), text)
         return (weight,), None
     if not packed:
-        raise _mismatch(f"{weight.name}: a table of dtype {weight.dtype} is not known", weight.name)
+        raise mismatch(f"{weight.name}: a table of dtype {weight.dtype} is not known", weight.name)
     scales, biases = parts.get("scales"), parts.get("biases")
     if scales is None:
-        raise _mismatch(f"Tensor missing: {where}, scales; its weight is packed", module)
+        raise missing_tensor(f"scales of {where}", "its weight is packed")
     configured = quantization.spec_of(Place(module, number), Place(module))
     spec = quant_spec(width, weight, scales, biases, configured, text)
     return tuple(info for info in (weight, scales, biases) if info is not None), spec
-
-
-def _mismatch(message: str, tensor: str) -> WeightMismatch:
-    return WeightMismatch(message, hint="fetch or convert the checkpoint again", tensor=tensor)

@@ -43,7 +43,7 @@ class Inspection:
         config: Its checked configuration.
         table: Its files and tensors as stored.
         layout: Which layout the experts have.
-        missing: Canonical names of tensors the config asks for and the files lack.
+        missing: Names of what the config asks for and the files lack.
         unknown: Stored names that belong nowhere.
         accounts: Every tensor of the table exactly once, by category; unknown ones under `unknown`.
         problems: Why it does not open, the cause that explains most first; empty if it does.
@@ -133,8 +133,9 @@ class _Opening:
         mtp_experts = self._experts(MTP_LAYER, "mtp.layers.0.mlp.experts") if mtp.tensors else None
         ngram = self._ngram()
 
+        self._refuse_all("Tensor missing", trunk.missing + mtp.missing)
         missing = trunk.missing + mtp.missing
-        self._refuse_all("Tensor missing", missing)
+        missing += [str(error.context["missing"]) for error in self._problems if "missing" in error.context]
         lines = self._account(trunk, mtp)
         unknown = [name for line in lines if line.category == "unknown" for name in line.names]
         self._refuse_all("Tensor not known", unknown)

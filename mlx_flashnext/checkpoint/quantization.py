@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, describe
+from mlx_flashnext.checkpoint.refusals import WRONG_PAIR, mismatch, missing_tensor
 from mlx_flashnext.config import QUANT_MODES, QuantSpec
-from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint, WeightMismatch
+from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
 from mlx_flashnext.names import parse_override
 
 FLOATS = ("F32", "BF16", "F16")
@@ -109,24 +110,24 @@ def quant_spec(
     if configured is not None and spec != configured:
         inputs = columns * 32 // configured.bits
         if inputs != size.value and inputs == groups * configured.group_size:
-            raise WeightMismatch(
+            raise mismatch(
                 f"{weight.name}: {inputs} inputs as stored, config.json asks for {size.value} "
                 f"({describe(size, text)})",
-                hint="config.json does not belong to these files: get both from one place",
-                tensor=weight.name,
+                weight.name,
+                hint=WRONG_PAIR,
             )
     if spec is None:
-        raise WeightMismatch(
+        raise mismatch(
             f"{weight.name}: {columns} packed columns and {groups} {scales.dtype} scales a row fit no "
             f"quantisation of {size.value} inputs ({describe(size, text)})",
+            weight.name,
             hint="known: affine, mxfp4, mxfp8, nvfp4 as MLX writes them",
-            tensor=weight.name,
         )
     if configured is not None and spec != configured:
-        raise WeightMismatch(
+        raise mismatch(
             f"{weight.name}: stored as {_words(spec)}, config.json quantization says {_words(configured)}",
-            hint="config.json does not belong to these files: get both from one place",
-            tensor=weight.name,
+            weight.name,
+            hint=WRONG_PAIR,
         )
     check_factors(spec, weight, scales, biases)
     return spec
@@ -136,28 +137,20 @@ def check_factors(spec: QuantSpec, weight: TensorInfo, scales: TensorInfo, biase
     """Refuse scales and biases that do not fit their packed weight in shape, dtype or presence."""
     stem = weight.name.removesuffix(".weight")
     if spec.mode == "affine" and biases is None:
-        raise WeightMismatch(
-            f"Tensor missing: {stem}.biases, which affine quantisation needs",
-            hint="fetch the checkpoint again",
-            tensor=f"{stem}.biases",
-        )
+        raise missing_tensor(f"{stem}.biases", "which affine quantisation needs")
     if spec.mode != "affine" and biases is not None:
-        raise WeightMismatch(
-            f"{biases.name}: {spec.mode} has no biases", hint="convert the model again", tensor=biases.name
-        )
+        raise mismatch(f"{biases.name}: {spec.mode} has no biases", biases.name)
     for part in (scales, biases):
         if part is not None and part.shape[:-1] != weight.shape[:-1]:
-            raise WeightMismatch(
+            raise mismatch(
                 f"{part.name}: shape {list(part.shape)} does not fit {list(weight.shape)} of {weight.name}",
-                hint="convert the model again",
-                tensor=part.name,
+                part.name,
             )
     if biases is not None and (biases.shape != scales.shape or biases.dtype not in FLOATS):
-        raise WeightMismatch(
+        raise mismatch(
             f"{biases.name}: {biases.dtype} {list(biases.shape)}, its scales are {scales.dtype} "
             f"{list(scales.shape)}",
-            hint="convert the model again",
-            tensor=biases.name,
+            biases.name,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mlx_flashnext.checkpoint.grouping import MTP_LAYER, TensorGroups
+from mlx_flashnext.checkpoint.refusals import WRONG_PAIR
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.errors import ModelError, WeightMismatch
 from mlx_flashnext.names import layer_of
@@ -57,6 +58,6 @@ def _wrong(fact: str, **said: object) -> WeightMismatch:
     fields = ", ".join(f"{name} = {value!r}" for name, value in said.items())
     return WeightMismatch(
         f"config.json says {fields}, but {fact}",
-        hint="config.json does not belong to these files: get both from one place",
+        hint=WRONG_PAIR,
         **said,
     )
