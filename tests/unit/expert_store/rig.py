@@ -17,7 +17,7 @@ def record_bytes(layer: int, expert: int, lengths: Sequence[int]) -> bytes:
 def stacked_files(
     num_experts: int, lengths: Mapping[int, Sequence[int]]
 ) -> tuple[MemorySource, dict[int, RecordLayout]]:
-    """One file per layer; each component a stack over experts, with foreign bytes before, between and after."""
+    """One file per layer; each component a stack over experts, foreign bytes before, between and after."""
     files: list[bytes] = []
     places: dict[int, list[tuple[str, Span]]] = {}
     for layer, parts in lengths.items():
