@@ -2,9 +2,9 @@
 
     python -m bench.studies.index_real_layouts [--runs 5]
 
-Writes sparse files of the real sizes (BF16, FP8 with 150,528 expert tensors, 4-bit MLX) to a temporary directory
-and opens each in fresh processes. Bound asked for: 2 s and 300 MB of resident memory. Processor time is given too:
-it is what counts on a machine that others use at the same time.
+Writes sparse files of the real sizes (BF16, FP8 with 150,528 expert tensors, 4-bit MLX) to a temporary
+directory and opens each in fresh processes. Bound asked for: 2 s and 300 MB of resident memory. Processor
+time is given too: it is what counts on a machine that others use at the same time.
 """
 
 from __future__ import annotations
