@@ -1,15 +1,17 @@
 """Experts and n-gram rows as the model asks for them, from memory or from the SSD.
 
-`StreamedExperts` and `ResidentExperts` implement `model.moe.ExpertProvider` and agree bit for bit; `StreamedRows` implements
-`model.ple.RowSource`. This is the only file where bytes of the store become tensors of the model.
+`StreamedExperts` and `ResidentExperts` implement `model.moe.ExpertProvider` and agree bit for bit;
+`StreamedRows` implements `model.ple.RowSource`. This is the only file where bytes of the store become
+tensors of the model.
 
 Invariants
-    B1  A bank array is made once with `mx.zeros`, evaluated, and never assigned to, never given to an in-place
-        operator and never put into a module tree: its memoryview would point at freed memory.
-    B2  A slot is refilled only after the host has seen the end of the last graph that named it (T5). A read-back of
-        layer m's ids proves that for every layer before m; `device_idle` says it for all.
+    B1  A bank array is made once with `mx.zeros`, evaluated, and never assigned to, never given to an
+        in-place operator and never put into a module tree: its memoryview would point at freed memory.
+    B2  A slot is refilled only after the host has seen the end of the last graph that named it (T5). A
+        read-back of layer m's ids proves that for every layer before m; `device_idle` says it for all.
     B3  A bank array stays below 2^31 elements and 4 GiB: MLX shapes are 32-bit.
-    B4  Pair outputs never depend on which experts were resident, in which slot they lay, or how a block was split.
+    B4  Pair outputs never depend on which experts were resident, in which slot they lay, or how a block was
+        split.
 
 Measured basis: zero-copy banks, in-place `preadv`, the hazards above: MLX 0.32.4 on the CPU backend.
 """
@@ -17,28 +19,23 @@ Measured basis: zero-copy banks, in-place `preadv`, the hazards above: MLX 0.32.
 # Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots, N n-gram heads.
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
+from expert_store.lease import Lease
 from expert_store.reader import RowMemory, SlotMemory
 from expert_store.rows import RowBatch, RowTable
 from expert_store.source import ByteSource
-from expert_store.store import ExpertStore, Lease
-from mlx_flashnext.checkpoint import ExpertLayout, NgramLayout
+from expert_store.store import ExpertStore
+from mlx_flashnext.checkpoint import ExpertLayout, NgramLayout, Projection
 from mlx_flashnext.errors import UnsupportedCheckpoint
 from mlx_flashnext.model.host import HostSync, fence
 from mlx_flashnext.model.quant import ExpertBank, ExpertMatrix, dequantize_rows, expert_glu
+from mlx_flashnext.stored_numbers import NATIVE, array_memory
 
-MLX_DTYPES: Mapping[str, mx.Dtype] = {
-    "F32": mx.float32,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "U32": mx.uint32,
-    "U8": mx.uint8,
-}
 MAX_BANK_ELEMENTS = 1 << 31
 MAX_BANK_BYTES = 1 << 32
+NUM_ROW_BUFFERS = 2
 
 
 class SlotBanks(SlotMemory):
@@ -49,7 +46,8 @@ class SlotBanks(SlotMemory):
         slots: S of each layer.
 
     Raises:
-        UnsupportedCheckpoint: a component's dtype has no MLX counterpart, or an array would pass the limits of B3.
+        UnsupportedCheckpoint: a component's dtype has no MLX counterpart, or an array would pass the limits
+        of B3.
     """
 
     def __init__(self, layouts: Mapping[int, ExpertLayout], slots: Mapping[int, int]) -> None:
@@ -59,11 +57,13 @@ class SlotBanks(SlotMemory):
         self._banks: dict[int, ExpertBank] = {}
         for layer, layout in layouts.items():
             arrays = tuple(
-                _bank_array(f"layer {layer} {component.name}", (slots[layer], *component.shape), component.dtype)
+                _bank_array(
+                    f"layer {layer} {component.name}", (slots[layer], *component.shape), component.dtype
+                )
                 for component in layout.components
             )
             self._arrays[layer] = arrays
-            self._views[layer] = tuple(memoryview(array).cast("B") for array in arrays)
+            self._views[layer] = tuple(array_memory(array) for array in arrays)
             self._lengths[layer] = layout.record.component_lengths
             self._banks[layer] = _expert_bank(layout, arrays)
 
@@ -85,11 +85,13 @@ class SlotBanks(SlotMemory):
 
 
 def _bank_array(name: str, shape: tuple[int, ...], dtype: str) -> mx.array:
-    if dtype not in MLX_DTYPES:
+    if dtype not in NATIVE:
         raise UnsupportedCheckpoint(
-            f"Experts of type {dtype} cannot be computed: {name}", hint="use a BF16 or MLX quantised checkpoint", dtype=dtype
+            f"Experts of type {dtype} cannot be computed: {name}",
+            hint="use a BF16 or MLX quantised checkpoint",
+            dtype=dtype,
         )
-    array = mx.zeros(shape, MLX_DTYPES[dtype])
+    array = mx.zeros(shape, NATIVE[dtype])
     if array.size >= MAX_BANK_ELEMENTS or array.nbytes >= MAX_BANK_BYTES:
         raise UnsupportedCheckpoint(
             f"One slot tensor would be {array.nbytes} bytes, {name}: the limit is {MAX_BANK_BYTES}",
@@ -102,7 +104,7 @@ def _bank_array(name: str, shape: tuple[int, ...], dtype: str) -> mx.array:
 def _expert_bank(layout: ExpertLayout, arrays: Sequence[mx.array]) -> ExpertBank:
     by_name = {component.name: array for component, array in zip(layout.components, arrays, strict=True)}
 
-    def matrix(projection: str) -> ExpertMatrix:
+    def matrix(projection: Projection) -> ExpertMatrix:
         return ExpertMatrix(
             weight=by_name[f"{projection}_proj.weight"],
             scales=by_name.get(f"{projection}_proj.scales"),
@@ -135,13 +137,14 @@ class ResidentExperts:
             for expert in range(counts[layer]):
                 views = self._banks.views(layer, expert)
                 for read in layout.record.reads(expert):
-                    source.read_into(read.file, read.offset, [views[index] for index in read.components])
+                    source.read_into(read.file, read.offset, views[read.first : read.end])
                 done += 1
                 if progress is not None:
                     progress(done, total)
 
     def is_resident(self, layer: int) -> bool:
         """Return True: slot and expert are the same number everywhere."""
+        del layer
         return True
 
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array) -> mx.array:
@@ -161,26 +164,29 @@ class ResidentExperts:
 class StreamedExperts:
     """Experts computed from slots that the store fills on demand.
 
-    One read-back of ids per layer (by `model.moe`), one hand-over to the store, one gathered product per projection.
-    A block whose union of experts exceeds the slots is run in groups of experts, each expert read once; the pair
-    outputs are put back in order before they are summed, so groups never show in the result (B4).
+    One read-back of ids per layer (by `model.moe`), one hand-over to the store, one gathered product per
+    projection. A block whose union of experts exceeds the slots is run in groups of experts, each expert
+    read once; the pair outputs are put back in order before they are summed, so groups never show in the
+    result (B4).
 
     Args:
         store: the expert store over the same layouts.
         banks: the slot tensors the store writes into.
         slots: S of each layer.
         sync: counter of waits for the device.
-        owner: ticket owner of this provider's demands.
+
+    Attributes:
+        owner: ticket owner of the demands to come; the timeline that runs a block sets it.
     """
 
     def __init__(
-        self, store: ExpertStore, banks: SlotBanks, slots: Mapping[int, int], sync: HostSync, *, owner: int = 0
+        self, store: ExpertStore, banks: SlotBanks, slots: Mapping[int, int], sync: HostSync
     ) -> None:
         self._store = store
         self._banks = banks
         self._slots = dict(slots)
         self._sync = sync
-        self._owner = owner
+        self.owner = 0
         self._identity: set[int] = set()
         self._held: list[Lease] = []
 
@@ -198,7 +204,7 @@ class StreamedExperts:
                 progress(done, len(layers))
 
     def is_resident(self, layer: int) -> bool:
-        """Return whether slot and expert are the same number in this layer, so that ids may stay on the device."""
+        """Return whether slot and expert are the same number, so that ids may stay on the device."""
         return layer in self._identity
 
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
@@ -220,7 +226,7 @@ class StreamedExperts:
         self.device_idle()  # these ids were computed from the outputs of every layer before this one (B2)
         union = sorted({expert for row in ids_TK for expert in row})
         if len(union) <= self._slots[layer]:
-            lease = self._store.acquire(layer, union, owner=self._owner)
+            lease = self._store.acquire(layer, union, owner=self.owner)
             self._held.append(lease)
             slot_of = dict(zip(lease.experts, lease.slots, strict=True))
             slots_TK = mx.array([[slot_of[expert] for expert in row] for row in ids_TK], mx.uint32)
@@ -228,7 +234,7 @@ class StreamedExperts:
         return self._run_in_groups(layer, x_TD, ids_TK, union)
 
     def device_idle(self) -> None:
-        """End every lease held so far: the host has just seen the end of all graphs that named those slots."""
+        """End every lease held: the host has just seen the end of all graphs that named their slots."""
         for lease in self._held:
             lease.release()
         self._held.clear()
@@ -236,73 +242,76 @@ class StreamedExperts:
     def _run_in_groups(
         self, layer: int, x_TD: mx.array, ids_TK: Sequence[Sequence[int]], union: Sequence[int]
     ) -> mx.array:
-        """Visit the union in file order, half the slots at a time, so one half loads while the other computes."""
+        """Visit the union in file order, half the slots at a time: one half loads, the other computes."""
         half = self._slots[layer] // 2
         groups = [union[start : start + half] for start in range(0, len(union), half)]
         top_k = len(ids_TK[0])
-        bank = self._banks.bank(layer)
         pairs_of: dict[int, list[int]] = {expert: [] for expert in union}
         for position, row in enumerate(ids_TK):
             for rank, expert in enumerate(row):
                 pairs_of[expert].append(position * top_k + rank)
 
         outputs: list[mx.array] = []
-        order: list[int] = []
-        request = self._store.request(layer, groups[0], owner=self._owner)
-        for index, group in enumerate(groups):
-            with request.wait() as lease:
-                slot_of = dict(zip(lease.experts, lease.slots, strict=True))
-                pairs = [pair for expert in group for pair in pairs_of[expert]]
-                slots_P1 = mx.array([[slot_of[expert]] for expert in group for _ in pairs_of[expert]], mx.uint32)
-                rows_P = mx.array([pair // top_k for pair in pairs], mx.int32)
-                y_PD = expert_glu(x_TD[rows_P], slots_P1, bank)[:, 0]
-                mx.async_eval(y_PD)
-                if index + 1 < len(groups):
-                    request = self._store.request(layer, groups[index + 1], owner=self._owner)
-                fence(self._sync, y_PD)  # the lease ends here, so the graph that named its slots must have ended (B2)
-            outputs.append(y_PD)
-            order.extend(pairs)
+        visited: list[int] = []
+        request = self._store.request(layer, groups[0], owner=self.owner)
+        try:
+            for later in [*groups[1:], None]:
+                with request.wait() as lease:
+                    pairs = [pair for expert in lease.experts for pair in pairs_of[expert]]
+                    y_PD = self._run_pairs(layer, x_TD, lease, pairs_of, [pair // top_k for pair in pairs])
+                    mx.async_eval(y_PD)
+                    if later is not None:
+                        request = self._store.request(layer, later, owner=self.owner)
+                    fence(
+                        self._sync, y_PD
+                    )  # the lease ends here: the graph that named its slots has run (B2)
+                outputs.append(y_PD)
+                visited.extend(pairs)
+        finally:
+            request.cancel()  # drops pins if a wait was interrupted; a finished lease stays finished
+        place_P = mx.argsort(mx.array(visited, mx.int32))
+        return mx.concatenate(outputs)[place_P].reshape(len(ids_TK), top_k, -1)
 
-        place = [0] * len(order)
-        for at, pair in enumerate(order):
-            place[pair] = at
-        y_PD = mx.concatenate(outputs)[mx.array(place, mx.int32)]
-        return y_PD.reshape(len(ids_TK), top_k, -1)
-
-
-class _Gathered(Protocol):
-    """What `StreamedRows` needs of a batch of rows in flight."""
-
-    @property
-    def buffer(self) -> int: ...
-
-    @property
-    def index(self) -> Sequence[int]: ...
-
-    def wait(self) -> None: ...
+    def _run_pairs(
+        self, layer: int, x_TD: mx.array, lease: Lease, pairs_of: Mapping[int, Sequence[int]], rows: list[int]
+    ) -> mx.array:
+        """Return y_PD of the pairs of a lease's experts, expert by expert."""
+        slots_P1 = [
+            [slot] for expert, slot in zip(lease.experts, lease.slots, strict=True) for _ in pairs_of[expert]
+        ]
+        x_PD = x_TD[mx.array(rows, mx.int32)]
+        return expert_glu(x_PD, mx.array(slots_P1, mx.uint32), self._banks.bank(layer))[:, 0]
 
 
 class RowBanks(RowMemory):
-    """Landing buffers for n-gram rows: two, used in turn, so a chunk's rows can land while the last chunk's are read.
+    """Landing buffers for n-gram rows, used in turn: rows of one chunk land while the last one computes.
 
     Args:
         layout: stored form of the table.
         rows_per_buffer: most distinct rows of one block.
     """
 
-    num_buffers = 2
-
     def __init__(self, layout: NgramLayout, rows_per_buffer: int) -> None:
-        self.rows_per_buffer = rows_per_buffer
+        self._rows_per_buffer = rows_per_buffer
         self._lengths = layout.record.component_lengths
         self._arrays = [
             tuple(
                 _bank_array(f"n-gram {component.name}", (rows_per_buffer, *component.shape), component.dtype)
                 for component in layout.components
             )
-            for _ in range(self.num_buffers)
+            for _ in range(NUM_ROW_BUFFERS)
         ]
-        self._views = [tuple(memoryview(array).cast("B") for array in arrays) for arrays in self._arrays]
+        self._views = [tuple(array_memory(array) for array in arrays) for arrays in self._arrays]
+
+    @property
+    def num_buffers(self) -> int:
+        """Return how many batches may be alive at a time."""
+        return NUM_ROW_BUFFERS
+
+    @property
+    def rows_per_buffer(self) -> int:
+        """Return the most distinct rows of one batch."""
+        return self._rows_per_buffer
 
     def row_views(self, buffer: int, index: int) -> Sequence[memoryview]:
         """Return the writable bytes of one row, a view per component. Called on reader threads."""

@@ -7,13 +7,16 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The CPU backend would call a C++ compiler for every fused shape; compiled and plain results are bitwise equal.
+# The CPU backend would call a C++ compiler for every fused shape; compiled and plain results are bitwise
+# equal.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=_QUIET, print_blob=True)
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, suppress_health_check=_QUIET, print_blob=True
+)
 settings.register_profile("explore", deadline=None, suppress_health_check=_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -1,24 +1,22 @@
 """The main loop of flashnext: one cycle proposes, verifies and commits. READ THIS FIRST.
 
-A cycle verifies a block of B = k + 1 rows: the anchor, which is the last committed token and has not been through the
-target yet, and k proposals. Nothing proposes yet, so k = 0: the block is the anchor alone, the cycle commits one
-token, and that token is the next anchor. Speculation will lengthen the block, not add a second loop.
+A cycle verifies a block of B = k + 1 rows: the anchor, which is the last committed token and has not been
+through the target yet, and k proposals. Nothing proposes yet, so k = 0: the block is the anchor alone, the
+cycle commits one token, and that token is the next anchor. Speculation will lengthen the block, not add a
+second loop.
 
     1  propose    nothing yet: the block is the anchor
     2  rows       n-gram rows of the block are issued: their ids depend on token ids alone
     3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute
-    4  verify     the sampler chooses from the last row's logits; reading its choice is the last wait of the cycle
-    5  commit     the state has consumed the block; the chosen token is the next anchor
-    6  advance    the generation moves on: leases end, tickets of the past lose their owner
+    4  verify     the sampler chooses from the last row's logits; reading its choice is the last wait of the
+    cycle 5  commit     the state has consumed the block; the chosen token is the next anchor 6  advance
+    the generation moves on: leases end, tickets of the past lose their owner
 
 Waits for the device per cycle: one per streamed layer, plus one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import mlx.core as mx
 
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.sampler import Sampler
@@ -65,8 +63,9 @@ class Timeline:
         Args:
             chunk: token ids; their logits are not computed.
         """
-        self.target.model.forward(chunk, self.state, logits="none")
-        fence(self.target.sync, *self.state.arrays())
+        self.target.experts.owner = self.owner
+        output = self.target.model.forward(chunk, self.state, logits="none")
+        fence(self.target.sync, output.stack)
         self._commit(chunk)
 
     def cycle(self, anchor: int, sampler: Sampler) -> int:
@@ -76,12 +75,10 @@ class Timeline:
             anchor: the last committed token.
             sampler: chooses from the logits; it has seen every committed token, the anchor included.
         """
+        self.target.experts.owner = self.owner
         output = self.target.model.forward([anchor], self.state, logits="last")
-        chosen = sampler.sample(output.logits[-1])
-        # Queue the state with the choice: parts that no logit needs (keys of sparse blocks yet to come) would
-        # otherwise keep a growing graph alive.
-        mx.async_eval(chosen, *self.state.arrays())
-        token = int(to_host(self.target.sync, chosen))
+        assert output.logits is not None
+        token = int(to_host(self.target.sync, sampler.sample(output.logits[-1])))
         self._commit([anchor])
         return token
 

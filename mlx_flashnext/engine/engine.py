@@ -1,8 +1,8 @@
 """The composition root: plan, open, converse.
 
-An `Engine` is a loaded model; a `Session` is one mutable timeline. Callers pass whole prompts: the session reuses its
-state when the prompt continues what the state has consumed, and starts afresh otherwise. One thread at a time may use
-an engine: MLX streams belong to the thread that made them.
+An `Engine` is a loaded model; a `Session` is one mutable timeline. Callers pass whole prompts: the session
+reuses its state when the prompt continues what the state has consumed, and starts afresh otherwise. One
+thread at a time may use an engine: MLX streams belong to the thread that made them.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Self
 import mlx.core as mx
 
 from expert_store.rows import RowTable
-from expert_store.source import FileSource
+from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import Target, Timeline
@@ -27,11 +27,14 @@ from mlx_flashnext.engine.sampler import Sampler, SamplingParams
 from mlx_flashnext.experts import RowBanks, SlotBanks, StreamedExperts, StreamedRows
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
-from mlx_flashnext.state import SequenceState
 from mlx_flashnext.tokenizer import Tokenizer
 from mlx_flashnext.weights import CheckpointWeights
 
 Progress = Callable[[str, int, int], None]
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    """Report nothing."""
 
 
 class Engine:
@@ -41,7 +44,12 @@ class Engine:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, tokenizer: Tokenizer, plan: Plan, target: Target, resources: contextlib.ExitStack
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        plan: Plan,
+        target: Target,
+        resources: contextlib.ExitStack,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -49,7 +57,7 @@ class Engine:
         self.plan = plan
         self.target = target
         self._resources = resources
-        self._num_sessions = 0
+        self._num_timelines = 0
         self._closed = False
 
     @classmethod
@@ -60,6 +68,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         machine: Machine | None = None,
+        wrap_source: Callable[[ByteSource], ByteSource] = lambda source: source,
     ) -> Self:
         """Open a checkpoint as it is.
 
@@ -68,6 +77,7 @@ class Engine:
             request: what memory and context to plan for.
             progress: called with (stage, done, total) while loading.
             machine: what to plan for; detected when left out.
+            wrap_source: wraps the files, to count, throttle or break reads.
 
         Raises:
             StoreError: files are damaged, missing or changed.
@@ -81,15 +91,21 @@ class Engine:
         plan = make_plan(checkpoint, machine, request or PlanRequest())
         prepare_device(machine, plan.total_bytes)
         with contextlib.ExitStack() as resources:
-            target = _open_target(checkpoint, plan, machine, resources, progress or (lambda *_: None))
+            source = wrap_source(FileSource(checkpoint.table.files))
+            resources.callback(source.close)
+            target = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
             return cls(checkpoint, tokenizer, plan, target, resources.pop_all())
 
     def session(self) -> "Session":
         """Return a new, empty timeline."""
         if self._closed:
             raise EngineClosed("The engine is closed", hint="open it again")
-        self._num_sessions += 1
-        return Session(self, owner=self._num_sessions)
+        return Session(self)
+
+    def new_timeline(self) -> Timeline:
+        """Return an empty timeline with an owner id of its own, so that its generations start at nought."""
+        self._num_timelines += 1
+        return Timeline(self.target, self.target.model.new_state(), owner=self._num_timelines)
 
     def close(self) -> None:
         """Join the reader threads and close the files. Safe to call twice."""
@@ -104,23 +120,25 @@ class Engine:
 
 
 def _open_target(
-    checkpoint: Checkpoint, plan: Plan, machine: Machine, resources: contextlib.ExitStack, progress: Progress
+    checkpoint: Checkpoint,
+    source: ByteSource,
+    plan: Plan,
+    machine: Machine,
+    resources: contextlib.ExitStack,
+    progress: Progress,
 ) -> Target:
     dtype = mx.bfloat16 if machine.compute_dtype == "bfloat16" else mx.float32
-    source = FileSource(checkpoint.table.files)
-    resources.callback(source.close)
     weights = CheckpointWeights(
         checkpoint, source, compute_dtype=dtype, progress=lambda done, total: progress("trunk", done, total)
     )
     slots = dict.fromkeys(checkpoint.experts, plan.slots_per_layer)
     banks = SlotBanks(checkpoint.experts, slots)
     records = {layer: layout.record for layer, layout in checkpoint.experts.items()}
-    store = ExpertStore(
-        records, source, banks, slots=slots, policy=plan.policy, num_readers=plan.num_readers
-    )
+    store = ExpertStore(records, source, banks, slots=slots, policy=plan.policy, num_readers=plan.num_readers)
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
-    table = RowTable(checkpoint.ngram.record, source, row_banks, store.reader)
+    table = RowTable(checkpoint.ngram.record, source, row_banks, num_readers=plan.num_readers)
+    resources.callback(table.close)
     sync = HostSync()
     experts = StreamedExperts(store, banks, slots, sync)
     model = FlashNext(
@@ -141,12 +159,12 @@ class Session:
     """One conversation's timeline.
 
     Invariants:
-        I2  `tokens` are exactly what the state has consumed; after any error the state is dropped, never patched.
+        I2  `tokens` are exactly what the state has consumed; after any error the state is dropped, never
+            patched.
     """
 
-    def __init__(self, engine: Engine, owner: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._owner = owner
         self._timeline: Timeline | None = None
 
     @property
@@ -218,19 +236,23 @@ class Session:
             self._timeline = timeline if finished else None
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
-        """Return the timeline to continue, or a fresh one: a hybrid state cannot be trimmed to a shorter prefix."""
+        """Return the timeline to continue, or a fresh one: no state can be trimmed to a shorter prefix."""
         kept = self._timeline
-        if kept is not None and len(kept.tokens) < len(prompt) and list(prompt[: len(kept.tokens)]) == kept.tokens:
+        if (
+            kept is not None
+            and len(kept.tokens) < len(prompt)
+            and list(prompt[: len(kept.tokens)]) == kept.tokens
+        ):
             return kept
         self._timeline = None  # free the old state before the new one grows
-        engine = self._engine
-        state = SequenceState(engine.config, compute_dtype=engine.target.model.compute_dtype)
-        return Timeline(engine.target, state, self._owner)
+        return self._engine.new_timeline()
 
 
 def _check_prompt(prompt: Sequence[int], plan: Plan) -> None:
     if not prompt:
-        raise EmptyPrompt("The prompt has no tokens", hint="say something, or pipe text into `flashnext run -`")
+        raise EmptyPrompt(
+            "The prompt has no tokens", hint="say something, or pipe text into `flashnext run -`"
+        )
     if len(prompt) > plan.context_tokens:
         raise ContextTooLong(
             f"The prompt has {len(prompt)} tokens, the planned context holds {plan.context_tokens}",

@@ -1,12 +1,12 @@
 """What can go wrong while a model is planned, opened or run.
 
-    EngineError
-      BudgetTooSmall    the memory target cannot hold the model; the message names the smallest that can
-      BudgetTooLarge    the memory target exceeds the machine
-      ContextTooLong    prompt and answer do not fit the planned context
-      EmptyPrompt       there is nothing to answer
-      InvalidRequest    a value that no run could honour
-      EngineClosed      used after `close`
+EngineError
+  BudgetTooSmall    the memory target cannot hold the model; the message names the smallest that can
+  BudgetTooLarge    the memory target exceeds the machine
+  ContextTooLong    prompt and answer do not fit the planned context
+  EmptyPrompt       there is nothing to answer
+  InvalidRequest    a value that no run could honour
+  EngineClosed      used after `close`
 """
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_flashnext.engine.cycle import Timeline
-from mlx_flashnext.engine.events import Event, FinishReason, Finished, PrefillProgress, Token
+from mlx_flashnext.engine.events import Event, Finished, FinishReason, PrefillProgress, Token
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.prefill import prefill
 from mlx_flashnext.engine.sampler import Sampler
@@ -62,7 +62,12 @@ class StopStrings:
 
 
 def generate(
-    timeline: Timeline, prompt: Sequence[int], sampler: Sampler, decoder: StreamDecoder, limits: Limits, meter: Meter
+    timeline: Timeline,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    decoder: StreamDecoder,
+    limits: Limits,
+    meter: Meter,
 ) -> Iterator[Event]:
     """Answer a prompt.
 

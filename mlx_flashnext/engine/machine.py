@@ -1,8 +1,8 @@
 """What this machine has: memory, backend, limits. The only file that asks psutil or MLX about the device.
 
-Everything above receives a frozen `Machine`, so tests plan for Macs that are not here. What only a Mac can show
-(that the wired limit helps, what a synchronisation costs) is marked where it is used; the values set here follow the
-Metal backend's documented limits and are never measured on this project's Linux machines.
+Everything above receives a frozen `Machine`, so tests plan for Macs that are not here. What only a Mac can
+show (that the wired limit helps, what a synchronisation costs) is marked where it is used; the values set
+here follow the Metal backend's documented limits and are never measured on this project's Linux machines.
 """
 
 import platform
@@ -52,8 +52,8 @@ class Machine:
     def ceiling_bytes(self) -> int:
         """Return the most this process may plan for: what keeps the machine itself alive.
 
-        Leaves 35 % of memory or 8 GiB, whichever is less (public reports of over-wired 16 GB Macs), stays under
-        nine tenths of Metal's recommended working set, and under what is free now.
+        Leaves 35 % of memory or 8 GiB, whichever is less (public reports of over-wired 16 GB Macs), stays
+        under nine tenths of Metal's recommended working set, and under what is free now.
         """
         ceiling = self.total_bytes - min(int(0.35 * self.total_bytes), 8 * GIB)
         if self.recommended_bytes is not None:
@@ -95,9 +95,12 @@ def prepare_device(machine: Machine, planned_bytes: int) -> None:
     """Set MLX's process-wide limits for a plan. Call once, before anything is allocated."""
     mx.set_cache_limit(machine.cache_bytes)
     if machine.backend == "cpu":
-        # Fused shapes would call g++ at first use; compiled and plain results are bitwise equal on this backend.
+        # Fused shapes would call g++ at first use; compiled and plain results are bitwise equal on this
+        # backend.
         mx.disable_compile()
         return
     # Slot banks live outside any module tree, so nobody else wires them. Effect to be shown on a Mac.
-    limit = planned_bytes if machine.recommended_bytes is None else min(planned_bytes, machine.recommended_bytes)
+    limit = (
+        planned_bytes if machine.recommended_bytes is None else min(planned_bytes, machine.recommended_bytes)
+    )
     mx.set_wired_limit(limit)

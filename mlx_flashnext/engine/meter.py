@@ -1,4 +1,4 @@
-"""Measures one answer: clocks, the store's counters and the waits for the device, as differences of snapshots."""
+"""Measures one answer: clocks, store counters and device waits, as differences of snapshots."""
 
 import time
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """How many bytes anything may use: one table, decided before anything is allocated (invariant I6).
 
-`make_plan` is a pure function of the checkpoint's headers, the machine and the request. Components receive bytes and
-slots from the plan; none sizes itself. A plan that does not fit is refused with the smallest budget that would.
+`make_plan` is a pure function of the checkpoint's headers, the machine and the request. Components receive
+bytes and slots from the plan; none sizes itself. A plan that does not fit is refused with the smallest
+budget that would.
 """
 
 import math
@@ -9,10 +10,13 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, StoredTensor
+from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
-from mlx_flashnext.geometry import forward_workspace_bytes, state_bytes
+from mlx_flashnext.engine.workspace import forward_workspace_bytes
+from mlx_flashnext.experts import NUM_ROW_BUFFERS
+from mlx_flashnext.geometry import state_bytes
+from mlx_flashnext.weights import STAGING_BYTES
 
 DEFAULT_CONTEXT = 32_768
 SMALLEST_DEFAULT_CONTEXT = 2_048
@@ -121,10 +125,7 @@ def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) ->
     num_experts, fewest = checkpoint.config.num_experts, sizes.fewest_slots
     context = sizes.context_for(budget, request.context_tokens)
     smallest = sizes.total(context, fewest)
-    if request.slots_per_layer is None:
-        slots = sizes.most_slots(budget, context)
-    else:
-        slots = request.slots_per_layer
+    slots = request.slots_per_layer or sizes.most_slots(budget, context)
     if slots < fewest or sizes.total(context, slots) > budget:
         needed = smallest if request.slots_per_layer is None else sizes.total(context, slots)
         raise BudgetTooSmall(
@@ -162,9 +163,11 @@ def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> No
         if value is not None and value <= 0:
             raise InvalidRequest(f"The {name} must be positive: {value}", hint="see flashnext plan --help")
     if request.memory_bytes is not None and request.memory_bytes > machine.total_bytes:
+        most = _floor_gib(machine.ceiling_bytes())
         raise BudgetTooLarge(
-            f"The memory target exceeds this machine's {_gib(machine.total_bytes)}: {_gib(request.memory_bytes)}",
-            hint=f"--memory {_floor_gib(machine.ceiling_bytes())} is the most that leaves the machine usable",
+            f"This machine has {_gib(machine.total_bytes)}, the memory target is more: "
+            f"{_gib(request.memory_bytes)}",
+            hint=f"--memory {most} is the most that leaves the machine usable",
         )
     if request.context_tokens is not None and request.context_tokens > config.max_position_embeddings:
         raise ContextTooLong(
@@ -194,14 +197,13 @@ class _Sizes:
         self.prefill_step = request.prefill_step or DEFAULT_PREFILL_STEP
         self.rows_per_buffer = self.prefill_step * checkpoint.ngram.num_heads
         self._vocabulary = sum(
-            loaded_bytes(tensor, self._itemsize)
+            tensor.loaded_bytes(self._itemsize)
             for name, tensor in checkpoint.tensors.items()
             if name in ("embed_tokens", "lm_head")
         )
-        everything = sum(loaded_bytes(tensor, self._itemsize) for tensor in checkpoint.tensors.values())
+        everything = sum(tensor.loaded_bytes(self._itemsize) for tensor in checkpoint.tensors.values())
         self._trunk = everything - self._vocabulary
-        self._largest_tensor = max(stored_bytes(tensor) for tensor in checkpoint.tensors.values())
-        self._rows = 2 * self.rows_per_buffer * checkpoint.ngram.record_bytes
+        self._rows = NUM_ROW_BUFFERS * self.rows_per_buffer * checkpoint.ngram.record_bytes
         self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
         self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
         # Dense and bfloat16 parts of a bank are widened for one layer at a time on the CPU backend.
@@ -211,19 +213,33 @@ class _Sizes:
 
     def _workspace(self, context: int) -> int:
         forward = forward_workspace_bytes(self._config, self.prefill_step, context, self._itemsize)
-        return max(forward, 2 * self._largest_tensor)
+        return max(forward, STAGING_BYTES)
 
     def lines(self, context: int, slots: int) -> tuple[PlanLine, ...]:
         config, machine = self._config, self._machine
         chunk = f"chunks of {self.prefill_step} tokens"
         lines = [
-            PlanLine("imports", machine.imports_bytes, "Python and libraries, measured before anything is loaded"),
+            PlanLine(
+                "imports", machine.imports_bytes, "Python and libraries, measured before anything is loaded"
+            ),
             PlanLine("index", self._index, f"{len(self._checkpoint.table.tensors)} tensors in the headers"),
-            PlanLine("trunk", self._trunk, f"{config.num_hidden_layers} layers without routed experts, as computed"),
-            PlanLine("vocabulary", self._vocabulary, f"embedding and head, {config.vocab_size} x {config.hidden_size} each"),
-            PlanLine("state", state_bytes(config, context, self._itemsize), f"keys, values, recurrence for {context} tokens"),
+            PlanLine(
+                "trunk", self._trunk, f"{config.num_hidden_layers} layers without routed experts, as computed"
+            ),
+            PlanLine(
+                "vocabulary",
+                self._vocabulary,
+                f"embedding and head, {config.vocab_size} x {config.hidden_size} each",
+            ),
+            PlanLine(
+                "state",
+                state_bytes(config, context, self._itemsize).total,
+                f"keys, values, recurrence for {context} tokens",
+            ),
             PlanLine("snapshots", 0, "none are kept"),
-            PlanLine("workspace", self._workspace(context), f"intermediate arrays of a forward pass in {chunk}"),
+            PlanLine(
+                "workspace", self._workspace(context), f"intermediate arrays of a forward pass in {chunk}"
+            ),
             PlanLine("n-gram rows", self._rows, f"two landing buffers of {self.rows_per_buffer} rows"),
             PlanLine("mlx cache", machine.cache_bytes, "freed buffers that MLX may keep"),
             PlanLine(
@@ -244,7 +260,9 @@ class _Sizes:
 
     def most_slots(self, budget: int, context: int) -> int:
         """Return the largest number of slots that fits beside `context`, 0 if none does."""
-        return bisect_right(range(1, self._config.num_experts + 1), budget, key=lambda slots: self.total(context, slots))
+        return bisect_right(
+            range(1, self._config.num_experts + 1), budget, key=lambda slots: self.total(context, slots)
+        )
 
     def context_for(self, budget: int, asked: int | None) -> int:
         """Return the asked context, or the largest default that leaves room for the fewest slots."""
@@ -261,27 +279,8 @@ class _Sizes:
         return bisect_right(range(1, longest + 1), budget, key=lambda context: self.total(context, slots))
 
 
-def stored_bytes(tensor: StoredTensor) -> int:
-    """Return a tensor's bytes on disk."""
-    parts = (tensor.weight, tensor.scales, tensor.biases)
-    return sum(part.length for part in parts if part is not None)
-
-
-def loaded_bytes(tensor: StoredTensor, itemsize: int) -> int:
-    """Return a tensor's bytes once loaded for computing in a type of `itemsize` bytes.
-
-    Vectors and convolutions are kept in float32, packed weights as stored, everything else in the compute type.
-    """
-    if tensor.spec is None:
-        count = math.prod(tensor.shape)
-        return count * (4 if len(tensor.shape) == 1 or min(tensor.shape) <= 4 else itemsize)
-    factors = (part for part in (tensor.scales, tensor.biases) if part is not None)
-    wide = sum(math.prod(part.shape) * (1 if part.dtype == "U8" else itemsize) for part in factors)
-    return tensor.weight.length + wide
-
-
 def _widened_bytes(layout: ExpertLayout, itemsize: int) -> int:
-    """Return the temporary bytes per slot that computing one layer takes when its parts are not in the compute type."""
+    """Return the temporary bytes per slot of a layer whose parts are not in the compute type."""
     if itemsize == 2:
         return 0
     narrow: Mapping[str, int] = {"BF16": 2, "F16": 2}
@@ -302,4 +301,3 @@ def _ceil_gib(value: int) -> str:
 
 def _floor_gib(value: int) -> str:
     return f"{math.floor(10 * value / GIB) / 10:.1f}GiB" if value >= GIB else f"{value // MIB}MiB"
-

@@ -1,6 +1,7 @@
 """Prefill: the prompt, all but its last token, through the target in chunks.
 
-The last prompt token is the first cycle's anchor, so its logits come from the same one-row block as every later token's.
+The last prompt token is the first cycle's anchor, so its logits come from the same one-row block as every
+later token's.
 """
 
 from collections.abc import Callable, Iterator, Sequence

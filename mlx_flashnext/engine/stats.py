@@ -16,7 +16,8 @@ class GenerationStatistics:
         cycles: propose-verify-commit turns.
         read_bytes: physical bytes of expert records read while decoding.
         prefill_read_bytes: the same during prefill.
-        hit_rate: share of expert demands while decoding that found their record resident; None without demands.
+        hit_rate: share of expert demands while decoding that found their record resident; None without
+            demands.
         exposed_wait_ns: time decode stood still for a record.
         peak_bytes: the largest resident size of the process so far.
         num_syncs: waits for the device while decoding.

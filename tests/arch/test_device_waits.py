@@ -16,7 +16,11 @@ FORWARD_PASS = [
     ROOT / "mlx_flashnext/experts.py",
 ]
 # One-time allocation of slot tensors, never on the forward pass.
-ALLOWED = {("mlx_flashnext/model/host.py", "to_host"), ("mlx_flashnext/model/host.py", "fence"), ("mlx_flashnext/experts.py", "_bank_array")}
+ALLOWED = {
+    ("mlx_flashnext/model/host.py", "to_host"),
+    ("mlx_flashnext/model/host.py", "fence"),
+    ("mlx_flashnext/experts.py", "_bank_array"),
+}
 
 
 def waits(source: str) -> list[tuple[str, str]]:

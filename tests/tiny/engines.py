@@ -1,0 +1,36 @@
+"""Engines on tiny checkpoints: how tests open what the product opens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.events import Finished, Token
+from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.sampler import SamplingParams
+
+
+def open_tiny(
+    directory: Path, *, slots: int | None = None, context: int = 512, step: int | None = None
+) -> Engine:
+    """Open a tiny checkpoint with a fixed number of slots."""
+    request = PlanRequest(context_tokens=context, slots_per_layer=slots, prefill_step=step)
+    return Engine.open(directory, request)
+
+
+def prompt_of(length: int, seed: int = 7) -> list[int]:
+    """Return a deterministic prompt of ordinary tiny tokens, with two separators inside if there is room."""
+    tokens = [int(token) for token in np.random.default_rng(seed).integers(0, 118, length)]
+    for place in (length // 3, 2 * length // 3):
+        if length >= 6:
+            tokens[place] = 120
+    return tokens
+
+
+def greedy(engine: Engine, prompt: Sequence[int], max_tokens: int, **limits: object) -> list[int]:
+    """Return the greedy answer's token ids."""
+    session = engine.session()
+    events = list(session.generate(prompt, SamplingParams(temperature=0.0), max_tokens=max_tokens, **limits))  # type: ignore[arg-type]
+    assert isinstance(events[-1], Finished)
+    return [event.token_id for event in events if isinstance(event, Token)]
