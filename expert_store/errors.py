@@ -55,37 +55,37 @@ def _rebuild(kind: type[StoreError], message: str, hint: str, context: dict[str,
     return kind(message, hint=hint, **context)
 
 
-class CheckpointNotFound(StoreError):  # noqa: N818 - the names are the design's, they read as sentences
+class CheckpointNotFound(StoreError):
     """There is no checkpoint at the path. Give the directory that holds the `.safetensors` files."""
 
 
-class CheckpointCorrupt(StoreError):  # noqa: N818
+class CheckpointCorrupt(StoreError):
     """The files contradict themselves or each other. Fetch them again; nothing was loaded."""
 
 
-class RecordCorrupt(StoreError):  # noqa: N818
+class RecordCorrupt(StoreError):
     """A record or row ended before its length. The request stops; nothing is substituted."""
 
 
-class SourceFailed(StoreError):  # noqa: N818
+class SourceFailed(StoreError):
     """The operating system could not read. The context holds errno, file and offset."""
 
 
-class SourceChanged(StoreError):  # noqa: N818
+class SourceChanged(StoreError):
     """A file is no longer the one whose index was read. Open the checkpoint again."""
 
 
-class SlotsExhausted(StoreError):  # noqa: N818
+class SlotsExhausted(StoreError):
     """More distinct records were asked for than there are slots that may be freed now."""
 
 
-class WouldBlock(StoreError):  # noqa: N818
+class WouldBlock(StoreError):
     """The answer is not there yet. The request stays valid: wait for it, or cancel it."""
 
 
-class WorkerDied(StoreError):  # noqa: N818
+class WorkerDied(StoreError):
     """A reader thread ended without finishing its read. The store takes no further work."""
 
 
-class StoreClosed(StoreError):  # noqa: N818
+class StoreClosed(StoreError):
     """The store was closed while or before this was asked of it."""

@@ -107,7 +107,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> JsonObject:
     return result
 
 
-class _Duplicate(Exception):  # noqa: N818 - never leaves this file
+class _Duplicate(Exception):
     """Two equal keys in one JSON object."""
 
 

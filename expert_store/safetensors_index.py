@@ -133,14 +133,8 @@ def _allowed_root(directory: Path) -> Path:
 def _inside(directory: Path, root: Path, name: str) -> Path:
     """Return the real path of a file of the checkpoint, or refuse it (X4)."""
     pure = PurePosixPath(name)
-    if (
-        not name
-        or "\0" in name
-        or "\\" in name
-        or pure.is_absolute()
-        or ".." in pure.parts
-        or str(pure) != name
-    ):
+    is_plain = pure.parts and not pure.is_absolute() and ".." not in pure.parts and str(pure) == name
+    if not is_plain or "\0" in name or "\\" in name:
         raise corrupt(f"File name in the index is not a plain relative name: {name!r}", file=name)
     path = directory / name
     try:

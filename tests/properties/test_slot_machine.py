@@ -1,8 +1,8 @@
 """The store against a dictionary model: requests, reads, failures, releases in any order. T1-T6, S1-S5.
 
 The reader is stepped, so every interleaving is a list of rules and nothing sleeps. The model knows which
-records are in memory, who pinned them and which one least recent use sends away; memory itself is compared byte
-by byte. Planted faults at the end show that the machine sees what it is there to see.
+records are in memory, who pinned them and which one least recent use sends away; memory is compared byte by
+byte. Planted faults at the end show that the machine sees what it is there to see.
 """
 
 import errno
@@ -266,8 +266,6 @@ def read_the_neighbour(patch):
 
 
 def refill_a_slot_early(patch):
-    patch.setattr(slots.SlotTable, "release", lambda self, taken: None)
-    patch.setattr(slots.SlotTable, "_check_room", lambda self, num_missing, taken: None)
     patch.setattr(
         slots.SlotTable, "_can_leave", lambda self, expert: self.state_of(expert) == slots.SlotState.FULL
     )

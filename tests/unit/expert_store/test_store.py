@@ -350,7 +350,8 @@ path.write_bytes(bytes(range(256)) * 64)
 status = path.stat()
 source = FileSource([FileInfo(path, status.st_size, status.st_mtime_ns, status.st_ino)])
 layout = RecordLayout.stacked(0, 16, [("part", Span(0, 0, 16384))], file_sizes=[16384])
-store = ExpertStore(dict([(0, layout)]), source, DictMemory(slot_lengths=dict([(0, (1024,))])), slots=dict([(0, 8)]))
+memory = DictMemory(slot_lengths=dict([(0, (1024,))]))
+store = ExpertStore(dict([(0, layout)]), source, memory, slots=dict([(0, 8)]))
 calls = []
 def profile(frame, event, function):
     if event == "c_call" and getattr(function, "__module__", None) in ("posix", "_io", "io"):
