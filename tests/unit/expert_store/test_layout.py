@@ -1,5 +1,7 @@
 """Records and rows lie where the layouts say, and never outside a file."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +76,9 @@ def test_an_expert_that_is_not_there_is_refused(expert):
         lambda: RecordLayout.listed(0, [], file_sizes=[8]),
         lambda: RowLayout(["w"], [RowPart(3, (Span(0, 0, 8),))], file_sizes=[8]),
         lambda: RowLayout(["w"], [RowPart(4, (Span(0, 1, 8),))], file_sizes=[8]),
-        lambda: RowLayout(["w"], [RowPart(4, (Span(0, 0, 8),)), RowPart(4, (Span(0, 0, 4),))], file_sizes=[8]),
+        lambda: RowLayout(
+            ["w"], [RowPart(4, (Span(0, 0, 8),)), RowPart(4, (Span(0, 0, 4),))], file_sizes=[8]
+        ),
         lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),))], file_sizes=[8]),
         lambda: RowLayout(["w"], [RowPart(0, (Span(0, 0, 0),))], file_sizes=[8]),
         lambda: RowLayout(["w"], [], file_sizes=[8]),
@@ -106,7 +110,7 @@ def test_reads_cover_the_spans_exactly_and_in_component_order(data):
                 offset += layout.component_lengths[component]
             assert offset == read.offset + read.length
         assert tuple(found) == layout.spans(expert)
-        for before, after in zip(reads, reads[1:], strict=False):
+        for before, after in itertools.pairwise(reads):
             assert (before.file, before.offset + before.length) != (after.file, after.offset)
 
 

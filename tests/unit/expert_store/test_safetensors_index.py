@@ -29,7 +29,9 @@ def write(path: pathlib.Path, header: object, num_bytes: int = 29) -> bytes:
 
 
 def write_index(folder: pathlib.Path, weight_map: object, **other: object) -> None:
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 29}, "weight_map": weight_map, **other}))
+    (folder / INDEX_NAME).write_text(
+        json.dumps({"metadata": {"total_size": 29}, "weight_map": weight_map, **other})
+    )
 
 
 def refused(folder: pathlib.Path) -> CheckpointCorrupt:
@@ -100,7 +102,10 @@ def test_the_digest_tells_checkpoints_apart_by_header_size_and_name_but_not_by_p
 
 
 def test_order_of_the_header_does_not_matter_but_cover_does(tmp_path):
-    write(tmp_path / "m.safetensors", {"bias": BIAS, "rows": ROWS, "empty": {**BIAS, "shape": [0], "data_offsets": [24, 24]}})
+    write(
+        tmp_path / "m.safetensors",
+        {"bias": BIAS, "rows": ROWS, "empty": {**BIAS, "shape": [0], "data_offsets": [24, 24]}},
+    )
     assert set(read_tensor_table(tmp_path).tensors) == {"bias", "rows", "empty"}
 
 
@@ -255,7 +260,17 @@ def test_an_empty_or_missing_directory_is_not_found(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["../m.safetensors", "/etc/passwd", "a/../m.safetensors", "", ".", "./m.safetensors", "a//b", "m\0", "a\\b"],
+    [
+        "../m.safetensors",
+        "/etc/passwd",
+        "a/../m.safetensors",
+        "",
+        ".",
+        "./m.safetensors",
+        "a//b",
+        "m\0",
+        "a\\b",
+    ],
 )
 def test_a_file_name_that_is_not_plain_is_refused(tmp_path, name):
     write(tmp_path / "m.safetensors", GOOD)
@@ -332,7 +347,10 @@ def test_index_and_shards_must_agree(tmp_path):
     for changed, says in [
         ({"more": "b.safetensors"}, "that its shard lacks: more in b.safetensors"),
         ({"other": "a.safetensors"}, "that its shard lacks: other"),
-        ({"bias": "b.safetensors"}, "a.safetensors holds a tensor that the index places in b.safetensors: bias"),
+        (
+            {"bias": "b.safetensors"},
+            "a.safetensors holds a tensor that the index places in b.safetensors: bias",
+        ),
     ]:
         write_index(tmp_path, files | changed)
         assert says in refused(tmp_path).message

@@ -11,7 +11,14 @@ from expert_store import source as source_module
 from expert_store.errors import SourceChanged, SourceFailed, StoreClosed
 from expert_store.safetensors_index import FileInfo
 from expert_store.source import FileSource
-from expert_store.testing import CountingSource, FaultySource, ManualClock, MemorySource, ReaderKilled, ThrottledSource
+from expert_store.testing import (
+    CountingSource,
+    FaultySource,
+    ManualClock,
+    MemorySource,
+    ReaderKilled,
+    ThrottledSource,
+)
 
 CONTENT = bytes(range(256)) * 40
 
@@ -188,7 +195,9 @@ def test_a_throttled_source_shares_its_bandwidth_and_overlaps_its_latency():
 
 
 def test_a_counting_source_counts_what_was_delivered():
-    source = CountingSource(FaultySource(MemorySource([CONTENT]), lambda number, *_: "short" if number else None))
+    source = CountingSource(
+        FaultySource(MemorySource([CONTENT]), lambda number, *_: "short" if number else None)
+    )
     read(source, 8, 4)
     read(source, 16, 4)
     assert source.num_bytes == 6
