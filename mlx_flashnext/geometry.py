@@ -1,6 +1,7 @@
 """Sizes that follow from the config alone: what a sequence carries, and what a block needs while it runs.
 
-Entry points: `state_bytes`, `qsa_workspace_bytes`. Pure functions, no MLX: the memory plan is made of them.
+Entry points: `state_bytes`, `forward_workspace_bytes`. Pure functions, no MLX: the memory plan is made of
+them.
 
 Source: qwen4exp.md 4.1.
 """
@@ -13,9 +14,18 @@ from mlx_flashnext.config import ModelConfig
 
 # Rows a growing key/value buffer gains at a time (mlx-lm's step).
 KV_STEP_ROWS = 256
+# Query rows within the QSA budget attended at a time: bounds the scores of backends without a fused kernel.
+QSA_DENSE_ROWS = 128
+# Rows of a causal convolution multiplied at a time: bounds the products of all taps.
+CONV_ROWS = 64
+# Rows of the GDN recurrence in one call: a backend without a kernel keeps the state of every row of a call.
+GDN_ROWS = 32
 # Query rows above the QSA budget that are gathered at a time: bounds the copies of selected keys.
 QSA_SPARSE_ROWS = 16
 FLOAT32_BYTES = 4
+# Small arrays of the parts queued ahead: what a one-row step needs beyond the sizes below (measured, rounded
+# up).
+QUEUE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +91,64 @@ def state_bytes(
     )
 
 
-def qsa_workspace_bytes(config: ModelConfig, num_rows: int, context_tokens: int, itemsize: int) -> int:
-    """Return an upper bound of what one QSA layer holds at a time for a block, apart from its projections.
+def forward_workspace_bytes(config: ModelConfig, num_rows: int, context_tokens: int, itemsize: int) -> int:
+    """Return an upper bound of the intermediate arrays alive at a time while a block runs.
+
+    Without the logits of more than one row, the new state, and the widening of a bank of another type.
 
     Args:
         config: Model geometry.
         num_rows: Rows of the block.
         context_tokens: Tokens visible to its last row.
         itemsize: Bytes of the compute type.
+
+    Source: the arrays of each part, checked against MLX's peak on the CPU backend. A backend queues the next
+    part before the last has finished, so the largest part and half of the second largest are counted
+    together.
     """
-    dense_rows = min(num_rows, config.max_dense_tokens)
-    dense_keys = min(context_tokens, config.max_dense_tokens)
+    stack = num_rows * config.stack_size
+    hyper = stack * (3 * FLOAT32_BYTES + itemsize)
+    ple = stack * 8 * FLOAT32_BYTES + num_rows * config.ple_embed_dim * itemsize
+    parts = sorted(
+        (
+            ple,
+            _gdn_workspace_bytes(config, num_rows),
+            _qsa_workspace_bytes(config, num_rows, context_tokens, itemsize),
+            _moe_workspace_bytes(config, num_rows, itemsize),
+            hyper,
+        )
+    )
+    return 3 * stack * itemsize + parts[-1] + parts[-2] // 2 + QUEUE_BYTES
+
+
+def _gdn_workspace_bytes(config: ModelConfig, num_rows: int) -> int:
+    channels = config.linear_conv_dim
+    rows = num_rows * (4 * channels + 2 * config.linear_value_dim)
+    products = min(num_rows, CONV_ROWS) * config.linear_conv_kernel_dim * channels
+    matrix = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    return (rows + products + 2 * min(num_rows, GDN_ROWS) * matrix) * FLOAT32_BYTES
+
+
+def _qsa_workspace_bytes(config: ModelConfig, num_rows: int, context_tokens: int, itemsize: int) -> int:
+    heads = config.num_attention_heads
+    projected = 6 * num_rows * heads * config.head_dim * itemsize
     # Backends without a fused kernel hold scores and probabilities of all heads.
-    dense = 2 * dense_rows * dense_keys * config.num_attention_heads * FLOAT32_BYTES
+    dense_keys = min(context_tokens, config.max_dense_tokens)
+    dense = 2 * min(num_rows, QSA_DENSE_ROWS) * dense_keys * heads * FLOAT32_BYTES
     if context_tokens <= config.max_dense_tokens:
-        return dense
+        return projected + dense
     rows = min(num_rows, QSA_SPARSE_ROWS)
     attended = config.indexer_budget + config.indexer_compress_ratio
-    gathered = 2 * 2 * rows * attended * config.num_key_value_heads * config.head_dim * itemsize
-    scores = 2 * rows * attended * config.num_attention_heads * FLOAT32_BYTES
+    gathered = 2 * rows * attended * config.num_key_value_heads * config.head_dim * itemsize
+    scores = rows * attended * heads * FLOAT32_BYTES
     blocks = context_tokens // config.indexer_compress_ratio
     ranking = rows * blocks * (config.indexer_n_heads + 6) * FLOAT32_BYTES
-    sparse = gathered + scores + ranking
-    return max(dense if num_rows > 1 else 0, sparse)
+    # Two sub-blocks: one computed, one queued; keys and values twice, gathered and laid out for the product.
+    return projected + max(dense if num_rows > 1 else 0, 2 * (2 * gathered + scores + ranking))
+
+
+def _moe_workspace_bytes(config: ModelConfig, num_rows: int, itemsize: int) -> int:
+    pairs = num_rows * config.num_experts_per_tok
+    outputs = pairs * config.hidden_size * (itemsize + 3 * FLOAT32_BYTES)
+    inner = 3 * pairs * config.moe_intermediate_size * itemsize
+    return outputs + inner + 6 * num_rows * config.num_experts * FLOAT32_BYTES

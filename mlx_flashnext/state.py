@@ -121,7 +121,7 @@ class SequenceState:
 
     Args:
         config: Model geometry.
-        dtype: The compute type.
+        compute_dtype: Type of activations.
         capacity_tokens: Allocate key/value buffers for this many tokens and refuse more; None grows as
             needed.
 
@@ -131,19 +131,22 @@ class SequenceState:
         ple: The n-gram memory's state.
     """
 
-    def __init__(self, config: ModelConfig, dtype: mx.Dtype, *, capacity_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, compute_dtype: mx.Dtype, capacity_tokens: int | None = None
+    ) -> None:
         self._config = config
-        self._dtype = dtype
         self.capacity_tokens = capacity_tokens
         self._restored_to: list[int] = []
         self.num_tokens = 0
         self.layers: tuple[LayerState, ...] = tuple(
-            empty_gdn(config, dtype) if kind == "gdn" else empty_qsa(config, dtype, capacity_tokens)
+            empty_gdn(config, compute_dtype)
+            if kind == "gdn"
+            else empty_qsa(config, compute_dtype, capacity_tokens)
             for kind in config.layer_kinds
         )
         self.ple = PleState(
             history=(config.ngram_separator,) * (config.ngram_size - 1),
-            conv_rows=mx.zeros((config.ple_conv_rows, config.stack_size), dtype),
+            conv_rows=mx.zeros((config.ple_conv_rows, config.stack_size), compute_dtype),
         )
 
     def check_room(self, count: int) -> None:
@@ -166,7 +169,7 @@ class SequenceState:
         """Return every array the sequence holds."""
         held = [self.ple.conv_rows]
         for layer in self.layers:
-            held.extend(_layer_arrays(layer))
+            held.extend(layer_arrays(layer))
         return held
 
     def named_arrays(self) -> dict[str, mx.array]:
@@ -227,7 +230,7 @@ class MtpState:
 
     Args:
         config: Model geometry.
-        dtype: The compute type.
+        compute_dtype: Type of activations.
         capacity_tokens: As for `SequenceState`.
 
     Attributes:
@@ -235,10 +238,12 @@ class MtpState:
         layer: Cache of its one layer.
     """
 
-    def __init__(self, config: ModelConfig, dtype: mx.Dtype, *, capacity_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, compute_dtype: mx.Dtype, capacity_tokens: int | None = None
+    ) -> None:
         self._config = config
         self.num_cells = 0
-        self.layer = empty_qsa(config, dtype, capacity_tokens)
+        self.layer = empty_qsa(config, compute_dtype, capacity_tokens)
 
     def commit(self, count: int, layer: QsaState) -> None:
         """Advance by `count` cells."""
@@ -247,7 +252,7 @@ class MtpState:
 
     def arrays(self) -> list[mx.array]:
         """Return every array held."""
-        return _layer_arrays(self.layer)
+        return layer_arrays(self.layer)
 
     def named_arrays(self) -> dict[str, mx.array]:
         """Return the meaningful rows of every array by name."""
@@ -281,7 +286,8 @@ def empty_qsa(config: ModelConfig, dtype: mx.Dtype, capacity_tokens: int | None)
     )
 
 
-def _layer_arrays(layer: LayerState) -> list[mx.array]:
+def layer_arrays(layer: LayerState) -> list[mx.array]:
+    """Return every array of a layer's state."""
     if isinstance(layer, GdnState):
         return [layer.recurrent, layer.conv_window]
     return [layer.keys.array, layer.values.array, layer.pooled.array, layer.open_keys]

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlx_flashnext.geometry import CONV_ROWS
+from mlx_flashnext.model.order import after, joined, row_blocks
+
 
 class CausalConv:
     """Depthwise convolution over positions.
@@ -38,10 +41,13 @@ class CausalConv:
         """
         T, C = x_TC.shape
         window = mx.concatenate([history_HC, x_TC])
-        taps = self._taps_JC.shape[0]
-        view_TJC = mx.as_strided(window, (T, taps, C), (C, self._dilation * C, 1))
-        y_TC = (view_TJC * self._taps_JC).sum(axis=1)
-        return y_TC, last_rows(window, history_HC.shape[0])
+        strides = (C, self._dilation * C, 1)
+        parts: list[mx.array] = []
+        for first, end in row_blocks(0, T, CONV_ROWS):
+            shape = (end - first, self._taps_JC.shape[0], C)
+            view_RJC = mx.as_strided(after(parts, window), shape, strides, offset=first * C)
+            parts.append((view_RJC * self._taps_JC).sum(axis=1))
+        return joined(parts), last_rows(window, history_HC.shape[0])
 
 
 def last_rows(window: mx.array, count: int) -> mx.array:

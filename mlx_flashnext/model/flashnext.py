@@ -15,6 +15,7 @@ mixer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +56,7 @@ class FlashNext:
     Args:
         config: Model geometry.
         weights: Where the resident weights come from.
-        experts: Computes the routed experts.
+        experts: Computes the routed experts; kept as the attribute `experts`.
         rows: Reads n-gram table rows.
         sync: Counter of waits for the device.
         compute_dtype: Type of activations: float32 on the CPU backend, bfloat16 on Metal.
@@ -73,6 +74,7 @@ class FlashNext:
     ) -> None:
         self.config = config
         self.compute_dtype = compute_dtype
+        self.experts = experts
         self._rows = rows
         rope = Rope(config)
         self._embed = weights.embedding("embed_tokens", config.vocab_size, config.hidden_size)
@@ -92,7 +94,7 @@ class FlashNext:
         Args:
             capacity_tokens: Allocate for this many tokens now and refuse more; None grows as needed.
         """
-        return SequenceState(self.config, self.compute_dtype, capacity_tokens=capacity_tokens)
+        return SequenceState(self.config, compute_dtype=self.compute_dtype, capacity_tokens=capacity_tokens)
 
     def forward(
         self,
@@ -127,7 +129,7 @@ class FlashNext:
         for index, layer in enumerate(self._layers):
             if index == self.config.ple_layer:
                 delta_TGD, conv_rows = self._ple(stack_TGD, pending.wait(), state.ple.conv_rows)
-                stack_TGD = stack_TGD + delta_TGD
+                (stack_TGD,) = mx.depends([stack_TGD + delta_TGD], [conv_rows])
                 ple_state = PleState(
                     history=(*state.ple.history, *tokens)[len(tokens) :], conv_rows=conv_rows
                 )
@@ -138,11 +140,15 @@ class FlashNext:
 
         state.commit(len(tokens), layer_states, ple_state)
         if logits == "none":
-            (stack_TGD,) = mx.depends([stack_TGD], state.arrays())
             return ForwardOutput(None, stack_TGD, tapped)
-        out = self.head(stack_TGD if logits == "all" else stack_TGD[-1:])
-        (out,) = mx.depends([out], state.arrays())
-        return ForwardOutput(out, stack_TGD, tapped)
+        return ForwardOutput(self.head(stack_TGD if logits == "all" else stack_TGD[-1:]), stack_TGD, tapped)
+
+    def with_experts(self, experts: ExpertProvider) -> FlashNext:
+        """Return the same model, sharing every weight, over another provider of experts."""
+        other = copy.copy(self)
+        other.experts = experts
+        other._layers = [layer.with_experts(experts) for layer in self._layers]
+        return other
 
     def head(self, stack_TGD: mx.array) -> mx.array:
         """Return logits [T, V] of stacks after the last layer."""

@@ -17,7 +17,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.geometry import GDN_ROWS
 from mlx_flashnext.model.conv import CausalConv
+from mlx_flashnext.model.order import joined, row_blocks
 from mlx_flashnext.model.weight_source import WeightSource
 from mlx_flashnext.state import GdnState
 
@@ -77,15 +79,13 @@ class GatedDeltaNet:
         beta_Tj = mx.sigmoid(self._b(x_TD)).astype(mx.float32)
         step_Tj = mx.logaddexp(self._a(x_TD).astype(mx.float32) + self._dt_bias_j, 0.0)
         gamma_Tj = mx.exp(self._decay_j * step_Tj)
-        o_1Tjv, recurrent = mx.fast.gated_delta_update(
-            q_Thk[None],
-            k_Thk[None],
-            v_Tjv[None],
-            gamma_Tj[None],
-            beta_Tj[None],
-            initial_state=state.recurrent,
-        )
-        y_Tjv = mx.fast.rms_norm(o_1Tjv[0], self._norm_v, config.rms_norm_eps)
+        outputs: list[mx.array] = []
+        recurrent = state.recurrent
+        for first, end in row_blocks(0, T, GDN_ROWS):
+            block = [each[None, first:end] for each in (q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj)]
+            o_1Rjv, recurrent = mx.fast.gated_delta_update(*block, initial_state=recurrent)
+            outputs.append(o_1Rjv[0])
+        y_Tjv = mx.fast.rms_norm(joined(outputs), self._norm_v, config.rms_norm_eps)
         y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
         y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))
         return y_TD, GdnState(recurrent=recurrent, conv_window=window)

@@ -7,6 +7,8 @@ Source: qwen4exp.md 2.1.
 
 from __future__ import annotations
 
+import copy
+
 import mlx.core as mx
 
 from mlx_flashnext.config import LayerKind, ModelConfig
@@ -17,7 +19,7 @@ from mlx_flashnext.model.moe import ExpertProvider, MixtureOfExperts
 from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import GdnState, LayerState, QsaState
+from mlx_flashnext.state import GdnState, LayerState, QsaState, layer_arrays
 
 
 class DecoderLayer:
@@ -68,9 +70,17 @@ class DecoderLayer:
         """
         mixed_TD, inject_TG = self._attn_hyper.read(stack_TGD)
         y_TD, state = self._mix(mixed_TD, state, position)
+        # Untied, the new states would be computed last of all and keep every layer's block alive till then.
+        (y_TD,) = mx.depends([y_TD], layer_arrays(state))
         stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
         mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
         return HyperConnection.write(stack_TGD, self._moe(mixed_TD), inject_TG), state
+
+    def with_experts(self, experts: ExpertProvider) -> DecoderLayer:
+        """Return the same layer over another provider of experts."""
+        other = copy.copy(self)
+        other._moe = self._moe.with_experts(experts)
+        return other
 
     def _mix(self, x_TD: mx.array, state: LayerState, position: int) -> tuple[mx.array, LayerState]:
         if self._gdn is not None:

@@ -16,6 +16,7 @@ notes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -107,6 +108,12 @@ class MixtureOfExperts:
         if self._config.norm_topk_prob:
             weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
         return ids_TK, weights_TK
+
+    def with_experts(self, experts: ExpertProvider) -> MixtureOfExperts:
+        """Return the same weights over another provider of experts."""
+        other = copy.copy(self)
+        other._experts = experts
+        return other
 
     def _shared(self, x_TD: mx.array) -> mx.array:
         gate_TM = self._gate(x_TD)

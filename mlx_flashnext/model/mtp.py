@@ -96,6 +96,4 @@ class MtpCell:
         stack_TGD, layer_state = self._layer(stack_TGD, state.layer, state.num_cells)
         assert isinstance(layer_state, QsaState)
         state.commit(T, layer_state)
-        logits_TV = self._head(self._mixer(stack_TGD))
-        (logits_TV,) = mx.depends([logits_TV], state.arrays())
-        return logits_TV, stack_TGD
+        return self._head(self._mixer(stack_TGD)), stack_TGD

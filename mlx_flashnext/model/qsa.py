@@ -27,9 +27,10 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
-from mlx_flashnext.geometry import QSA_SPARSE_ROWS
+from mlx_flashnext.geometry import QSA_DENSE_ROWS, QSA_SPARSE_ROWS
 from mlx_flashnext.model.conv import last_rows
 from mlx_flashnext.model.norm import ZeroCentredNorm
+from mlx_flashnext.model.order import after, joined, row_blocks
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.select import select_top
 from mlx_flashnext.model.weight_source import WeightSource
@@ -89,20 +90,23 @@ class SparseAttention:
         split = config.indexer_n_heads * config.indexer_head_dim
         pooled_Bc, open_keys = self._pool(index_qk[:, split:], state, position)
 
-        outputs = []
+        outputs: list[mx.array] = []
         num_dense = max(0, min(T, config.max_dense_tokens - position))
-        if num_dense:
-            outputs.append(self._attend_all(q_hTd[:, :num_dense], keys_gNd, values_gNd, position + num_dense))
+        for first, end in row_blocks(0, num_dense, QSA_DENSE_ROWS):
+            q_hRd = after(outputs, q_hTd[:, first:end])
+            outputs.append(self._attend_all(q_hRd, keys_gNd, values_gNd, position + end))
         if num_dense < T:
             index_q_Tic = index_qk[:, :split].reshape(T, config.indexer_n_heads, -1)
             index_q_iTc = self._rope(self._index_q_norm(index_q_Tic).swapaxes(0, 1), position).astype(
                 mx.float32
             )
-            for start in range(num_dense, T, QSA_SPARSE_ROWS):
-                rows = slice(start, min(T, start + QSA_SPARSE_ROWS))
-                tokens_RA, is_seen_RA = self._choose(index_q_iTc[:, rows], pooled_Bc, position + start)
-                outputs.append(self._attend_to(q_hTd[:, rows], keys_gNd, values_gNd, tokens_RA, is_seen_RA))
-        o_Thd = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+            for first, end in row_blocks(num_dense, T, QSA_SPARSE_ROWS):
+                index_q_iRc = after(outputs, index_q_iTc[:, first:end])
+                tokens_RA, is_seen_RA = self._choose(index_q_iRc, pooled_Bc, position + first)
+                outputs.append(
+                    self._attend_to(q_hTd[:, first:end], keys_gNd, values_gNd, tokens_RA, is_seen_RA)
+                )
+        o_Thd = joined(outputs)
         y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
         return y_TD, replace(state, open_keys=open_keys)
 

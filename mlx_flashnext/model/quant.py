@@ -23,6 +23,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_flashnext.config import QuantSpec
+from mlx_flashnext.model.order import after, joined, row_blocks
 
 # From here on pairs are sorted by slot, which lets Metal use its matrix kernel (mlx-lm's threshold).
 SORT_PAIRS = 64
@@ -213,9 +214,8 @@ def _widened_product(x: mx.array, weight: mx.array, slots: mx.array) -> mx.array
     slots_P = slots.reshape(-1)
     x_P1D = mx.broadcast_to(x, (*slots.shape, *x.shape[-2:])).reshape(slots_P.shape[0], 1, -1)
     parts: list[mx.array] = []
-    for start in range(0, slots_P.shape[0], WIDEN_PAIRS):
-        rows = x_P1D[start : start + WIDEN_PAIRS]
-        wide = weight[slots_P[start : start + WIDEN_PAIRS]].astype(x.dtype)
-        own = mx.arange(rows.shape[0], dtype=mx.uint32)
-        parts.append(mx.gather_mm(rows, wide.swapaxes(-1, -2), rhs_indices=own))
-    return mx.concatenate(parts).reshape(*slots.shape, 1, -1)
+    for first, end in row_blocks(0, slots_P.shape[0], WIDEN_PAIRS):
+        wide = weight[after(parts, slots_P[first:end])].astype(x.dtype)
+        own = mx.arange(end - first, dtype=mx.uint32)
+        parts.append(mx.gather_mm(x_P1D[first:end], wide.swapaxes(-1, -2), rhs_indices=own))
+    return joined(parts).reshape(*slots.shape, 1, -1)
