@@ -8,11 +8,12 @@ Invariants:
 3. With `--json` or `--jsonl` an error is one JSON document on stdout, with the same exit code.
 """
 
+import difflib
 import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast, get_type_hints
 
@@ -143,7 +144,7 @@ class CommandGroup(TyperGroup):
                 args=words, prog_name=prog_name, complete_var=complete_var, standalone_mode=False, **extra
             )
         except typer.TyperException as problem:
-            failure = _usage_failure(problem)
+            failure = _usage_failure(problem, words, self.commands)
             as_json = "--json" in words or "--jsonl" in words
             _tell(lambda: Console(colour="--no-color" not in words).failure(failure, as_json=as_json))
             code = failure.code
@@ -157,16 +158,20 @@ class CommandGroup(TyperGroup):
         sys.exit(code if isinstance(code, int) else OK)
 
 
-def _usage_failure(problem: typer.TyperException) -> Failure:
+def _usage_failure(problem: typer.TyperException, words: Sequence[str], names: Collection[str]) -> Failure:
     context = getattr(problem, "ctx", None)
-    path = getattr(context, "command_path", "flashnext")
+    path = getattr(context, "command_path", None) or "flashnext"
+    if path == "flashnext" and words and not words[0].startswith("-"):
+        path = f"flashnext {words[0]}" if words[0] in names else path
     option = getattr(problem, "option_name", None)
-    possibilities = sorted(getattr(problem, "possibilities", None) or ())
+    near = difflib.get_close_matches(
+        str(option), getattr(problem, "possibilities", None) or (), n=1, cutoff=0.7
+    )
     message = getattr(problem, "message", "") if option else problem.format_message()
     hint = f"{path} --help lists what there is"
     if option in FOREIGN_FLAGS:
         hint = FOREIGN_FLAGS[option]
-    elif possibilities:
-        hint = f"did you mean {' or '.join(possibilities)}?"
+    elif near:
+        hint = f"did you mean {near[0]}?"
     code = problem.exit_code if problem.exit_code in (FAILED, USAGE) else FAILED
     return Failure(code, "UsageError", message or problem.format_message(), hint)

@@ -1,8 +1,9 @@
 """Everything people see: streams, numbers, tables, progress, errors.
 
 The only formatter of numbers for people. stdout carries the answer or the document asked for, stderr
-everything else; each stream is examined on its own, so a file or a pipe gets no colour and no cursor movement. On a terminal,
-control characters of a model's text or of a file's names are made visible instead of being obeyed.
+everything else; each stream is examined on its own, so a file or a pipe gets no colour and no cursor
+movement. On a terminal, control characters of a model's text or of a file's names are made visible instead
+of being obeyed.
 """
 
 import json
@@ -203,18 +204,18 @@ def prepare_streams() -> None:
         except OSError:
             # A file opened later must not become somebody's stdout.
             os.open(os.devnull, os.O_RDWR)
-    for name in ("stdout", "stderr"):
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def discard_output() -> None:
-    """Send what is left to nowhere: the reader has gone, and the exit must stay quiet."""
+def discard_output(*streams: TextIO) -> None:
+    """Send what is left in streams (default: both) to nowhere: the exit must stay quiet."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams or (sys.stdout, sys.stderr):
         try:
             os.dup2(null, stream.fileno())
         except (OSError, ValueError):
@@ -229,7 +230,7 @@ def _write(stream: TextIO, text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        discard_output()
+        discard_output(stream)
         raise CommandError(f"Cannot write: {error.strerror or error}", hint="free some space") from error
 
 

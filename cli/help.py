@@ -53,8 +53,16 @@ def help_page(command: _Command, context: Any, commands: Iterable[Row] = ()) -> 
         groups["Commands"] = rows
     parts += [f"{name}:\n{_rows(rows, width)}" for name, rows in groups.items()]
     if command.epilog:
-        parts.append(command.epilog)
+        parts.append("\n".join(_epilog_line(line, width) for line in command.epilog.splitlines()))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _epilog_line(line: str, width: int) -> str:
+    if not line.startswith(" "):
+        return textwrap.fill(line, width)
+    # An example: cut so that it can still be pasted.
+    pieces = textwrap.wrap(line.strip(), width - 8, break_long_words=False, break_on_hyphens=False)
+    return "  " + " \\\n      ".join(pieces)
 
 
 def _rows(rows: Sequence[Row], width: int) -> str:

@@ -1,3 +1,1 @@
-"""Text around the tokens: chat templates, thinking, generation defaults. Imports neither MLX nor
-transformers.
-"""
+"""Text around the tokens: chat templates, thinking, generation defaults. No MLX, no transformers."""

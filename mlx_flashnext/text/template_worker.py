@@ -49,7 +49,7 @@ class _TooLarge(Exception):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = {"*", "**", "%"}  # noqa: RUF012  as the base class declares it
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*" and _product_size(left, right) > _OPERAND_LIMIT:

@@ -1,10 +1,11 @@
 """Fixtures of the command line's tests: a checkpoint directory without weights, an in-process runner, a subprocess."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,17 +78,25 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def spawn(checkpoint: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def spawn(checkpoint: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start the scripted command line in a process of its own; `command` is run or chat."""
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(script: Script, command: str, *arguments: str, **rest: Any) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **rest}
         words = [command, "--model", str(checkpoint), *arguments]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.scripted", json.dumps(asdict(script)), *words],
             cwd=ROOT,
             env={**environment(), **pipes.pop("env", {})},
             **pipes,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        with contextlib.suppress(OSError):
+            process.__exit__(None, None, None)

@@ -150,7 +150,9 @@ def test_penalties_look_at_the_last_twenty_tokens_only():
 def test_half_precision_logits_are_sampled_in_float32():
     row = mx.array([1.0, 1.0 + 2**-7, 0.5], dtype=mx.bfloat16)
     assert Sampler(SamplingParams(temperature=0)).sample(row).item() == 1
-    assert penalised(row.astype(mx.float32), [1], SamplingParams(repetition_penalty=1.001)).dtype == mx.float32
+    assert (
+        penalised(row.astype(mx.float32), [1], SamplingParams(repetition_penalty=1.001)).dtype == mx.float32
+    )
 
 
 @pytest.mark.parametrize(

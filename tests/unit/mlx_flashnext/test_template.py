@@ -63,7 +63,9 @@ def test_the_effort_high_is_rendered_as_xhigh(tiny):
 
 
 def test_what_the_template_refuses_is_told_in_its_own_words(tiny):
-    with pytest.raises(ChatTemplateFailed, match="refused the conversation: Unexpected reasoning effort turbo"):
+    with pytest.raises(
+        ChatTemplateFailed, match="refused the conversation: Unexpected reasoning effort turbo"
+    ):
         tiny.render([USER], reasoning_effort="turbo")
     assert tiny.render([USER])
 
@@ -90,7 +92,9 @@ def test_the_variables_of_a_template_are_known(tiny):
 
 def test_json_is_written_as_it_is(open_template):
     template = open_template("{{ messages[0].content | tojson }}{{ tools | tojson }}")
-    shown = template.render([{"role": "user", "content": "<a href='x'>\u20ac & </a>"}], tools=[{"b": 1, "a": 2}])
+    shown = template.render(
+        [{"role": "user", "content": "<a href='x'>\u20ac & </a>"}], tools=[{"b": 1, "a": 2}]
+    )
     assert shown == "\"<a href='x'>\u20ac & </a>\"" + '[{"b": 1, "a": 2}]'
 
 
@@ -271,7 +275,10 @@ def test_the_template_file_wins_over_the_tokenizer_config(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with ChatTemplate.open(tmp_path) as template:
         assert template.render([]) == "from the config"
-    config["chat_template"] = [{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ eos_token }}"}]
+    config["chat_template"] = [
+        {"name": "tools", "template": "t"},
+        {"name": "default", "template": "{{ eos_token }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with ChatTemplate.open(tmp_path) as template:
         assert template.render([]) == "<e>"

@@ -34,7 +34,9 @@ def test_reasoning_and_answer(text, starts_inside, reasoning, answer):
 
 
 @given(
-    pieces=st.lists(st.sampled_from(["<", "/", "think", ">", "</think>", "<think>", "\n", "a", " ", ""]), max_size=20),
+    pieces=st.lists(
+        st.sampled_from(["<", "/", "think", ">", "</think>", "<think>", "\n", "a", " ", ""]), max_size=20
+    ),
     starts_inside=st.booleans(),
 )
 def test_the_split_does_not_depend_on_where_the_text_is_cut(pieces, starts_inside):

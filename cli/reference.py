@@ -1,0 +1,38 @@
+"""The reference page of the command line, made from the commands: `python -m cli.reference > docs/CLI.md`.
+
+A test compares the page with this, so that help and documentation cannot drift apart.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import typer.main
+
+from cli.app import app
+from cli.errors import __doc__ as errors_page
+from cli.help import WIDEST
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "CLI.md"
+
+
+def render_reference() -> str:
+    """Return the page as Markdown."""
+    group: Any = typer.main.get_command(app)
+    parts = ["# Command line", "Made by `python -m cli.reference`; do not edit."]
+    with mock.patch.dict(os.environ, {"COLUMNS": str(WIDEST)}):
+        with group.make_context("flashnext", [], resilient_parsing=True) as context:
+            parts += ["## flashnext", f"```text\n{group.get_help(context).strip()}\n```"]
+            for name, command in group.commands.items():
+                if not command.hidden:
+                    inner = command.make_context(name, [], parent=context, resilient_parsing=True)
+                    parts += [f"## flashnext {name}", f"```text\n{command.get_help(inner).strip()}\n```"]
+    table = (errors_page or "").partition("\n\n")[2].rstrip()
+    parts += ["## Exit codes", f"```text\n{table}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_reference())
