@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 Space = Literal["trunk", "mtp", "vision"]
 
 VISION_PREFIXES = ("model.visual.", "vision_tower.", "visual.")
-MTP_PREFIXES = ("model.language_model.mtp.", "language_model.mtp.", "model.mtp.", "mtp.")
-TRUNK_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+# The first that fits is stripped; an MTP tensor has one of them, or none, in front of its `mtp.`.
+PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 PARTS = ("weight", "scales", "biases", "weight_scale_inv", "weight_scale")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 NGRAM_TABLE = "ngram_embedding"
@@ -75,10 +75,7 @@ def parse_name(name: str) -> TensorName:
         return TensorName(space, f"{mtp or ''}layers.{layer}.mlp.experts.{projection}", part, int(expert))
     if name.startswith(VISION_PREFIXES):
         return TensorName("vision", name, "weight")
-    for prefix in MTP_PREFIXES:
-        if name.startswith(prefix):
-            return _in_space("mtp", name[len(prefix) :])
-    for prefix in TRUNK_PREFIXES:
+    for prefix in PREFIXES:
         if name.startswith(prefix):
             name = name[len(prefix) :]
             break
