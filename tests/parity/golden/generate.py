@@ -56,7 +56,11 @@ class BlockRecorder(reference.Recorder):
             self.hook(layer.mlp, f"moe/{i}", lambda o: o)
             self.hook(layer.mlp_hyper_connection, f"hyper/{i}", lambda o: o)
             if getattr(layer, "ple", None) is not None:
-                layer.ple.register_forward_pre_hook(lambda _m, a: self.data.__setitem__("ple_in", a[0]))
+                self.handles.append(layer.ple.register_forward_pre_hook(self.keep_ple_input))
+
+    def keep_ple_input(self, _module, args) -> None:
+        """Keep the stack that enters the PLE layer."""
+        self.data["ple_in"] = args[0]
 
 
 def generate(name: str, case: Case) -> None:
