@@ -3,9 +3,8 @@
 Entry point: `CheckpointWeights`, which implements `model.weight_source.WeightSource`.
 
 Invariants:
-1. A tensor is read once, in chunks, into the memory the model computes from. Widening from bfloat16 happens
-chunk by
-   chunk on the way: beside the weights themselves never more than `STAGING_BYTES`.
+1. A tensor is read once, in chunks, into the memory the model computes from. It is widened chunk by chunk on
+   the way: beside the weights themselves there is never more than `STAGING_BYTES`.
 2. Every trunk tensor is read exactly once; `check_all_used` refuses what the model left over.
 3. A value that is NaN or infinite is refused with the tensor's name and their number. Nothing is substituted.
 4. Zero-centred norm weights are handed out as the official checkpoint stores them, whatever the pack stores.
@@ -63,15 +62,14 @@ class CheckpointWeights:
         checkpoint: Where everything lies.
         source: Its files, in the order of `checkpoint.table.files`.
         compute_dtype: Type of matrices, scales and biases in memory: float32 or bfloat16. Vectors and
-        convolutions
-            are always float32.
+            convolutions are always float32.
         progress: Called with (bytes read, bytes of the trunk) after each tensor.
         allocate: Makes a zero-filled array whose memory exists; for tests.
 
     Raises:
-        UnsupportedCheckpoint: The FP8 layout, a compute type without a conversion, or norms around neither 0
-        nor 1. WeightMismatch: The stored hash constants are not those of the config, or a value is not
-        finite. StoreError: A file could not be read, or changed since it was indexed.
+        UnsupportedCheckpoint: The FP8 layout, an unknown compute type, or norms around neither 0 nor 1.
+        WeightMismatch: The stored hash constants are not those of the config, or a value is not finite.
+        StoreError: A file could not be read, or changed since it was indexed.
     """
 
     def __init__(

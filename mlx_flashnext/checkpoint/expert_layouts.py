@@ -1,17 +1,14 @@
-"""Routed experts of one layer in every layout. Entry point: `expert_layout`.
+"""Routed experts of one layer in every layout. Entry point: `ExpertReader`.
 
     fused     gate_up_proj [E, 2W, H], rows 0..W-1 gate, then up; down_proj [E, H, W]; plain or quantised
     split     gate_proj, up_proj [E, W, H]; down_proj [E, H, W]; plain or quantised (MLX packs)
     listed    three F8_E4M3 matrices and their block scales for each expert (official FP8)
 
 Invariants:
-1. Components of a fused stack are its two halves, so gate and up of one expert stay neighbours in the file
-and are
-   fetched by one read.
+1. Components of a fused stack are its two halves: gate and up of one expert stay neighbours in the file and
+   are fetched by one read.
 2. The stored width W may exceed the config's only by padding to a multiple of `PADDED_MULTIPLE`, and only if
-gate, up
-   and down agree. The whole stored width is computed, so padding can never change a result unless it is not
-   zero.
+   gate, up and down agree. All of W is computed, so padding of zeros never changes a result.
 
 Source: qwen4exp.md 2.7, 3.1 to 3.5; padding: FIELD.md P66 (K-quant packs pad 640 to 768).
 """

@@ -2,8 +2,8 @@
 
 Invariants:
 1. No tensor data is read; a full-size checkpoint opens in about a second.
-2. What opens is complete: every tensor the config asks for is there once, with its shape, and nothing is
-left over.
+2. What opens is complete: every tensor the config asks for is there once, with its shape; nothing is left
+   over.
 
 Source: qwen4exp.md 3.5.
 """

@@ -1,11 +1,13 @@
 """A checkpoint that is not what its config says is refused: the wrong thing named, its value, and a hint."""
 
+import dataclasses
 import os
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from bench.synth import PRESETS, build
 from expert_store.errors import CheckpointCorrupt, SourceChanged, StoreError
 from expert_store.source import FileSource
 from mlx_flashnext.checkpoint import inspect_checkpoint, open_checkpoint
@@ -271,6 +273,42 @@ def test_an_allocation_that_fails_names_the_tensor_and_leaves_nothing_behind(tmp
     caught.value.__traceback__ = None
     del caught
     assert mx.get_active_memory() == before
+
+
+FP8_EXPERTS = "model.language_model.layers.2.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("drop", ("Tensor missing", "up_proj.weight of expert 3", "num_experts = 16")),
+        ("drop scale", ("Tensor missing", "up_proj.weight_scale_inv of expert 3")),
+        ("extra", ("number of experts is 17", "num_experts = 16")),
+        ("reshape", ("experts.3.up_proj.weight", "[64, 128]")),
+        ("no method", ("expert by expert", "quant_method")),
+        ("no table scale", ("Tensor missing", "weight_scale")),
+    ],
+)
+def test_faults_of_the_fp8_layout_are_named(tmp_path, change, words):
+    preset = dataclasses.replace(PRESETS["small"], layout="hf-fp8", float_dtype="BF16")
+    tensors, config = load(build(preset, tmp_path, sparse=True))
+    name = FP8_EXPERTS + "3.up_proj.weight"
+    if change == "drop":
+        del tensors[name]
+    elif change == "drop scale":
+        del tensors[name + "_scale_inv"]
+    elif change == "extra":
+        for projection in ("gate", "up", "down"):
+            for part in ("weight", "weight_scale_inv"):
+                stem = f"{projection}_proj.{part}"
+                tensors[f"{FP8_EXPERTS}16.{stem}"] = tensors[f"{FP8_EXPERTS}0.{stem}"]
+    elif change == "reshape":
+        tensors[name] = Stored("F8_E4M3", (64, 128), bytes(64 * 128))
+    elif change == "no method":
+        del config["quantization_config"]
+    else:
+        del tensors[HF + "layers.1.ple.ple_embedding.ngram_embedding.weight_scale"]
+    refused(tmp_path, tensors, config, *words)
 
 
 def test_an_inspection_lists_all_that_is_wrong(tmp_path):

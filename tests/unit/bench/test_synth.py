@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from bench.synth import PRESETS, build
+from bench.synth.__main__ import main
 from bench.synth.presets import REAL_CONFIG
 from bench.synth.values import Grid, e4m3_values
 from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.config import QuantSpec
 from tests.tampering import floats, load
 
 SMALL = PRESETS["small"]
@@ -115,8 +117,21 @@ def test_the_real_config_is_the_official_file():
     assert digest == "889658f2508e8c61d409b02e70e0d78d8d4452ec65aaafbe129805d213d2e74b"
 
 
-def test_records_of_the_medium_preset_have_the_real_size():
-    preset = PRESETS["medium"]
-    per_projection = 2560 * 640 // 2 + 2 * 4 * 2560 * 640 // 64
-    total = 3 * per_projection * preset.overrides["num_experts"] * preset.overrides["num_hidden_layers"]
-    assert total == 4 * 192 * 3_072_000 > 2_000_000_000
+@pytest.mark.parametrize(("float_dtype", "record_bytes"), [("BF16", 2_764_800), ("F32", 3_072_000)])
+def test_records_of_the_medium_preset_have_the_real_size(tmp_path, float_dtype, record_bytes):
+    preset = dataclasses.replace(PRESETS["medium"], float_dtype=float_dtype)
+    checkpoint = open_checkpoint(build(preset, tmp_path, sparse=True))
+    sizes = [layout.record.record_bytes for layout in checkpoint.experts.values()]
+    assert sizes == [record_bytes] * 4
+    assert sum(sizes) * checkpoint.config.num_experts > 2_000_000_000
+
+
+def test_the_command_line_replaces_layout_quantisation_and_fields(tmp_path, monkeypatch, capsys):
+    flags = ["--sparse", "--mode", "mxfp8", "--no-mtp", "--set", "num_experts=8", "moe_intermediate_size=96"]
+    monkeypatch.setattr("sys.argv", ["bench.synth", "small", str(tmp_path / "out"), *flags])
+    main()
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.experts[0].specs["gate"] == QuantSpec("mxfp8", 8, 32)
+    assert (checkpoint.experts[0].record.num_experts, checkpoint.experts[0].width) == (8, 96)
+    assert not checkpoint.mtp
+    assert "model-00001-of-00005" in capsys.readouterr().out
