@@ -20,7 +20,7 @@ from typing import Any, cast, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cli.console import Console, discard_output
+from cli.console import Console, ErrorForm, discard_output
 from cli.errors import FAILED, INTERRUPTED, OK, USAGE, Failure, describe
 from cli.help import help_page
 from cli.options import CommonOptions
@@ -67,9 +67,9 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         console = Console(colour=not common.no_color, quiet=common.quiet, progress=not common.no_progress)
         if console_name:
             given[console_name] = console
-        as_json = bool(values.get("json") or values.get("jsonl"))
+        form: ErrorForm = "jsonl" if values.get("jsonl") else "json" if values.get("json") else "text"
         work = functools.partial(function, **values, **given)
-        raise typer.Exit(_outcome(work, console, as_json=as_json, debug=common.debug))
+        raise typer.Exit(_outcome(work, console, form=form, debug=common.debug))
 
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -86,7 +86,7 @@ def _flags(group: type) -> list[inspect.Parameter]:
     ]
 
 
-def _outcome(work: Callable[[], int | None], console: Console, *, as_json: bool, debug: bool) -> int:
+def _outcome(work: Callable[[], int | None], console: Console, *, form: ErrorForm, debug: bool) -> int:
     """Do the work and return the exit code, having told people of any error."""
     try:
         return work() or OK
@@ -95,7 +95,7 @@ def _outcome(work: Callable[[], int | None], console: Console, *, as_json: bool,
         return OK
     except KeyboardInterrupt:
         failure = Failure(INTERRUPTED, "Cancelled", "interrupted")
-        _tell(lambda: console.failure(failure, as_json=True) if as_json else console.note("interrupted"))
+        _tell(lambda: console.note("interrupted") if form == "text" else console.failure(failure, form=form))
         return INTERRUPTED
     except typer.TyperException:
         raise
@@ -103,7 +103,7 @@ def _outcome(work: Callable[[], int | None], console: Console, *, as_json: bool,
         if debug:
             traceback.print_exc()
         failure = describe(error)
-        _tell(lambda: console.failure(failure, as_json=as_json))
+        _tell(lambda: console.failure(failure, form=form))
         return failure.code
 
 
@@ -145,8 +145,8 @@ class CommandGroup(TyperGroup):
             )
         except typer.TyperException as problem:
             failure = _usage_failure(problem, words, self.commands)
-            as_json = "--json" in words or "--jsonl" in words
-            _tell(lambda: Console(colour="--no-color" not in words).failure(failure, as_json=as_json))
+            form: ErrorForm = "jsonl" if "--jsonl" in words else "json" if "--json" in words else "text"
+            _tell(lambda: Console(colour="--no-color" not in words).failure(failure, form=form))
             code = failure.code
         except typer.Abort:
             code = INTERRUPTED

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from cli.errors import CommandError, Failure
 from cli.settings import wants_colour, wants_progress
@@ -19,6 +19,7 @@ from cli.settings import wants_colour, wants_progress
 if TYPE_CHECKING:
     from mlx_flashnext.engine.stats import GenerationStatistics
 
+ErrorForm = Literal["text", "json", "jsonl"]
 PROGRESS_DELAY_S = 1.0
 PROGRESS_INTERVAL_S = 0.1
 PIPE_WIDTH = 160
@@ -38,6 +39,11 @@ def size(num_bytes: float) -> str:
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 turn`, `2 turns`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def statistics_line(statistics: "GenerationStatistics") -> str:
@@ -112,12 +118,12 @@ class Console:
         """Write a prompt to stderr, without a line end."""
         _write(sys.stderr, text)
 
-    def failure(self, failure: Failure, *, as_json: bool = False) -> None:
-        """Report an error: one line and a hint on stderr, or a JSON document on stdout."""
+    def failure(self, failure: Failure, *, form: ErrorForm = "text") -> None:
+        """Report an error: a line and a hint on stderr, or for programs a JSON document or line on stdout."""
         self.end_progress()
         self._end_reasoning()
-        if as_json:
-            self.document(failure.to_dict())
+        if form != "text":
+            self.document(failure.to_dict(), in_one_line=form == "jsonl")
             return
         text = f"error: {printable(' '.join(failure.message.split()))}\n"
         if failure.hint:

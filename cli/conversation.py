@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.answer import Answer, Ask, TextSink, context_advice, play, show_end
-from cli.console import Console, statistics_line
+from cli.console import Console, counted, statistics_line
 from cli.engine_factory import EngineLike
 from cli.errors import INCOMPATIBLE, CommandError, UsageProblem
 from cli.interrupts import Interrupts
@@ -92,7 +92,7 @@ class Conversation:
         if brings_system:
             self._system = [saved[0]]
         self.messages = saved or list(self._system)
-        self._console.note(f"continuing {path}: {_turns(self.num_turns)}")
+        self._console.note(f"continuing {path}: {counted(self.num_turns, 'turn')}")
 
     @property
     def num_turns(self) -> int:
@@ -164,7 +164,9 @@ class Conversation:
 
     def _stats(self) -> None:
         used, plan = len(self._session.tokens), self._engine.plan
-        self._console.note(f"context {used} of {plan.context_tokens} tokens, {_turns(self.num_turns)}")
+        self._console.note(
+            f"context {used} of {plan.context_tokens} tokens, {counted(self.num_turns, 'turn')}"
+        )
         if self._last is not None:
             self._console.note(statistics_line(self._last.statistics))
         if used >= plan.context_tokens:
@@ -180,8 +182,4 @@ class Conversation:
         ]
         digest = self._engine.checkpoint.digest
         save_transcript(path, Transcript(FORMAT, VERSION, self._model.label, digest, saved))
-        self._console.note(f"saved {_turns(self.num_turns)}: {path}")
-
-
-def _turns(count: int) -> str:
-    return "1 turn" if count == 1 else f"{count} turns"
+        self._console.note(f"saved {counted(self.num_turns, 'turn')}: {path}")

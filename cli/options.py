@@ -4,7 +4,7 @@ Names follow mlx-lm where it has one. A value of None means that the flag was no
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -78,7 +78,7 @@ class MemoryOptions:
         ),
     ] = None
     policy: Annotated[
-        str,
+        Literal["lru", "slru"],
         typer.Option("--policy", help="Which expert leaves a full layer.", rich_help_panel=_MEMORY),
     ] = "lru"
     readers: Annotated[

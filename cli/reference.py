@@ -22,13 +22,13 @@ def render_reference() -> str:
     """Return the page as Markdown."""
     group: Any = typer.main.get_command(app)
     parts = ["# Command line", "Made by `python -m cli.reference`; do not edit."]
-    with mock.patch.dict(os.environ, {"COLUMNS": str(WIDEST)}):
-        with group.make_context("flashnext", [], resilient_parsing=True) as context:
-            parts += ["## flashnext", f"```text\n{group.get_help(context).strip()}\n```"]
-            for name, command in group.commands.items():
-                if not command.hidden:
-                    inner = command.make_context(name, [], parent=context, resilient_parsing=True)
-                    parts += [f"## flashnext {name}", f"```text\n{command.get_help(inner).strip()}\n```"]
+    wide = mock.patch.dict(os.environ, {"COLUMNS": str(WIDEST)})
+    with wide, group.make_context("flashnext", [], resilient_parsing=True) as context:
+        parts += ["## flashnext", f"```text\n{group.get_help(context).strip()}\n```"]
+        for name, command in group.commands.items():
+            if not command.hidden:
+                inner = command.make_context(name, [], parent=context, resilient_parsing=True)
+                parts += [f"## flashnext {name}", f"```text\n{command.get_help(inner).strip()}\n```"]
     table = (errors_page or "").partition("\n\n")[2].rstrip()
     parts += ["## Exit codes", f"```text\n{table}\n```"]
     return "\n\n".join(parts) + "\n"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import Console, size
+from cli.console import Console, counted, size
 from cli.engine_factory import Services
 from cli.errors import OK, describe
 from cli.model_path import FoundModel, chosen_model
@@ -55,7 +55,10 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
     facts = [
         ("model", found.label),
         ("directory", str(found.directory)),
-        ("layout", f"{inspection.layout}, {len(files)} files, {size(sum(file.size for file in files))}"),
+        (
+            "layout",
+            f"{inspection.layout}, {counted(len(files), 'file')}, {size(sum(file.size for file in files))}",
+        ),
         ("quantisation", _quantisation(inspection)),
         *_geometry(inspection.config),
     ]
@@ -77,6 +80,9 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
     ]
     rows.append(("all", str(sum(len(line.names) for line in inspection.accounts)), size(stored), ""))
     console.table(("tensors", "count", "size", "stored as"), rows, right=(1, 2))
+    if not inspection.missing:
+        console.line()
+        console.line("missing: nothing")
     _names(console, "missing", inspection.missing, limit=None if with_tensors else MOST_NAMES)
     _names(console, "not known", inspection.unknown, limit=None if with_tensors else MOST_NAMES)
     if with_tensors:

@@ -1,4 +1,6 @@
-"""Fixtures of the command line's tests: a checkpoint directory without weights, an in-process runner, a subprocess."""
+"""Fixtures of the command line's tests: a checkpoint directory without weights, an in-process runner, a
+subprocess.
+"""
 
 import contextlib
 import json

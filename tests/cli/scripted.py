@@ -1,7 +1,8 @@
 """A scripted engine behind the command line's seam: canned tokens, real tokenizer, no model.
 
-As a program (`python -m tests.cli.scripted SCRIPT ...flashnext arguments...`) it is the whole command line in its own
-process, for tests of streams, pipes and signals. SCRIPT is a JSON object with the fields of `Script`.
+As a program (`python -m tests.cli.scripted SCRIPT ...flashnext arguments...`) it is the whole command
+line in its own process, for tests of streams, pipes and signals. SCRIPT is a JSON object with the fields
+of `Script`.
 """
 
 import dataclasses

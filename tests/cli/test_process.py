@@ -1,4 +1,6 @@
-"""The command line as a process: pipes that close, disks that are full, Ctrl-C at every stage, what is imported."""
+"""The command line as a process: pipes that close, disks that are full, Ctrl-C at every stage, what is
+imported.
+"""
 
 import json
 import os
@@ -160,7 +162,7 @@ def test_piped_text_that_nobody_asked_for_is_mentioned(spawn):
     assert b"note: stdin was not read; add - to the prompt" in stderr
 
 
-# Imports ------------------------------------------------------------------------------------------------------------
+# Imports -----------------------------------------------------------------------------------
 
 HEAVY = ("mlx", "mlx_lm", "transformers", "torch", "numpy", "tokenizers", "jinja2", "rich", "huggingface_hub")
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from expert_store.store import POLICIES
 from tests.cli.scripted import Script
 from tests.tiny.tokenizer import IM_END, write_tokenizer
 
@@ -40,7 +41,8 @@ def test_the_document_names_everything(cli):
     result = cli.run("hello", "--json", "--seed", "7", script=THINKING)
     document = json.loads(result.stdout)
     assert set(document) == {
-        "text", "reasoning", "finish_reason", "prompt_tokens", "output_tokens", "statistics", "model", "sampling", "plan",
+        "text", "reasoning", "finish_reason", "prompt_tokens", "output_tokens", "statistics",
+        "model", "sampling", "plan",
     }  # fmt: skip
     assert document["finish_reason"] == "stop"
     assert document["model"] == {"name": str(cli.checkpoint), "digest": "d" * 64}
@@ -70,7 +72,7 @@ def test_the_engine_is_closed_after_an_answer_and_after_an_error(cli):
     assert cli.rig.engine.is_closed
 
 
-# Prompts ------------------------------------------------------------------------------------------------------------
+# Prompts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_the_prompt_is_a_fresh_rendering_with_the_system_prompt_first(cli):
     )
 
 
-# Flags --------------------------------------------------------------------------------------------------------------
+# Flags -------------------------------------------------------------------------------------
 
 
 def test_sampling_defaults_come_from_the_checkpoint_and_flags_win(cli):
@@ -179,6 +181,12 @@ def test_every_memory_flag_reaches_the_plan(cli):
     assert request.slots_per_layer == 24
     assert request.prefill_step == 64
     assert request.num_readers == 3
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_of_the_store_can_be_chosen(cli, policy):
+    cli.run("hello", "--policy", policy)
+    assert cli.rig.requests[0].policy == policy
 
 
 def test_an_extra_end_token_ends_answers_and_an_unknown_one_is_refused(cli):
@@ -251,6 +259,7 @@ def test_a_missing_template_is_refused_with_the_way_out(cli):
         (["--temp", "warm"], "'warm'"),
         (["--top-p", "2"], "top_p must be from 0 to 1: 2.0"),
         (["--seed", "-4"], "seed must be from 0"),
+        (["--policy", "mru"], "'mru'"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(cli, flags, message):
@@ -278,7 +287,7 @@ def test_sizes_people_write(cli, text, expected):
     assert cli.rig.requests[0].memory_bytes == expected
 
 
-# Ends ---------------------------------------------------------------------------------------------------------------
+# Ends --------------------------------------------------------------------------------------
 
 
 def test_a_full_context_says_so_and_what_to_do(cli):
@@ -322,6 +331,7 @@ def test_errors_are_documents_for_programs(cli):
     for flag in ("--json", "--jsonl"):
         result = cli.run("hello", flag, script=script)
         assert result.exit_code == 5
+        assert (len(result.stdout.splitlines()) == 1) is (flag == "--jsonl")
         assert json.loads(result.stdout) == {
             "error": {"type": "RecordCorrupt", "message": "broken", "hint": "look at the disk"}
         }

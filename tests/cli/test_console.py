@@ -1,0 +1,147 @@
+"""Numbers, progress and terminals as people see them."""
+
+import pytest
+
+from cli import console as console_module
+from cli.console import Console, printable, size, statistics_line
+from cli.settings import wants_colour, wants_progress
+from mlx_flashnext.engine.stats import GenerationStatistics
+
+
+def statistics(**changes) -> GenerationStatistics:
+    values = {
+        "prompt_tokens": 812,
+        "reused_tokens": 0,
+        "prefill_ns": 8_440_000_000,
+        "output_tokens": 256,
+        "decode_ns": 22_650_000_000,
+        "cycles": 256,
+        "read_bytes": int(8.1 * (1 << 20) * 256),
+        "prefill_read_bytes": 0,
+        "hit_rate": 0.91,
+        "exposed_wait_ns": 800_000_000,
+        "peak_bytes": int(17.2 * (1 << 30)),
+        "num_syncs": 9,
+    }
+    return GenerationStatistics(**{**values, **changes})
+
+
+def test_the_figures_of_an_answer():
+    assert statistics_line(statistics()) == (
+        "prefill 812 tok 96.2 tok/s | decode 256 tok 11.3 tok/s | reads 8.1 MiB/tok, hit 91%, waited 0.8 s"
+        " | peak 17.2 GiB"
+    )
+    assert "3.4 tok/cycle" in statistics_line(statistics(cycles=75))
+    assert "prefill 12 tok" in statistics_line(statistics(reused_tokens=800))
+    assert "(+800 reused)" in statistics_line(statistics(reused_tokens=800))
+
+
+def test_figures_of_nothing_divide_by_nothing():
+    line = statistics_line(statistics(output_tokens=0, decode_ns=0, prefill_ns=0, cycles=0, hit_rate=None))
+    assert "tok/s" not in line
+    assert "hit" not in line
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.5 KiB"),
+        (8 << 20, "8.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (2 << 40, "2048.0 GiB"),
+    ],
+)
+def test_sizes(value, text):
+    assert size(value) == text
+
+
+def test_text_that_could_drive_a_terminal_is_made_visible():
+    assert printable("a\x1b[2J\r\x00\x9bz\t\n\u20ac") == "a\\x1b[2J\\x0d\\x00\\x9bz\t\n\u20ac"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def at_terminal(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(console_module, "time", clock)
+    monkeypatch.setattr(console_module, "_is_terminal", lambda _: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    return clock
+
+
+def test_progress_appears_after_a_moment_is_renewed_and_removed(at_terminal, capsys):
+    console = Console()
+    console.progress("loading trunk", 1 << 20, 4 << 20, is_bytes=True)
+    assert capsys.readouterr().err == ""
+    at_terminal.now += 1.5
+    console.progress("loading trunk", 2 << 20, 4 << 20, is_bytes=True)
+    assert capsys.readouterr().err == "\r\x1b[Kloading trunk  50%  2.0 MiB of 4.0 MiB"
+    at_terminal.now += 0.01
+    console.progress("loading trunk", 3 << 20, 4 << 20, is_bytes=True)
+    assert capsys.readouterr().err == "", "not more often than ten times a second"
+    console.answer("x")
+    assert capsys.readouterr().err == "\r\x1b[K"
+
+
+def test_progress_never_wraps(at_terminal, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    console = Console()
+    console.progress("reading the prompt", 1, 1_000_000)
+    at_terminal.now += 2
+    console.progress("reading the prompt", 123_456, 1_000_000)
+    assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) < 40
+
+
+@pytest.mark.parametrize(
+    "forbid", [{"quiet": True}, {"progress": False}, {"FLASHNEXT_NO_PROGRESS": "1"}, {"TERM": "dumb"}]
+)
+def test_progress_can_be_forbidden(at_terminal, capsys, monkeypatch, forbid):
+    flags = {name: value for name, value in forbid.items() if not isinstance(value, str)}
+    for name, value in forbid.items():
+        if isinstance(value, str):
+            monkeypatch.setenv(name, value)
+    console = Console(**flags)
+    for _ in range(3):
+        console.progress("loading", 1, 2)
+        at_terminal.now += 5
+    assert capsys.readouterr().err == ""
+
+
+def test_no_progress_where_stderr_is_no_terminal(capsys, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(console_module, "time", clock)
+    console = Console()
+    for _ in range(3):
+        console.progress("loading", 1, 2)
+        clock.now += 5
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "colour"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
+def test_colour_follows_the_terminal_and_the_variables(environment, is_terminal, colour):
+    assert wants_colour(is_terminal=is_terminal, environment=environment) is colour
+
+
+def test_progress_follows_the_variables():
+    assert wants_progress({"TERM": "xterm"})
+    assert not wants_progress({"FLASHNEXT_NO_PROGRESS": "1"})
