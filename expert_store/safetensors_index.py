@@ -103,7 +103,7 @@ def read_tensor_table(directory: Path) -> TensorTable:
         placed = {tensor.name: tensor for tensor in place(header, info, file)}
         if weight_map is not None:
             _check_listed(placed, weight_map, name)
-        if not placed.keys().isdisjoint(tensors):
+        if not placed.keys().isdisjoint(tensors.keys()):
             twice = next(tensor for tensor in placed if tensor in tensors)
             raise corrupt(
                 f"Tensor is in two files: {twice} in {names[tensors[twice].file]} and {name}",

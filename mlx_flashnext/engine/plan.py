@@ -7,15 +7,14 @@ budget that would.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout
+from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
-from mlx_flashnext.engine.workspace import forward_workspace_bytes
 from mlx_flashnext.experts import NUM_ROW_BUFFERS
-from mlx_flashnext.geometry import state_bytes
+from mlx_flashnext.geometry import FLOAT32_BYTES, forward_workspace_bytes, state_bytes
+from mlx_flashnext.model.quant import WIDEN_PAIRS
 from mlx_flashnext.weights import STAGING_BYTES
 
 DEFAULT_CONTEXT = 32_768
@@ -23,6 +22,8 @@ SMALLEST_DEFAULT_CONTEXT = 2_048
 DEFAULT_PREFILL_STEP = 512
 # One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
 INDEX_BYTES_PER_TENSOR = 700
+# One row of logits while a token is drawn: penalised, sorted, its order, cumulated, filtered.
+LOGITS_COPIES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +207,15 @@ class _Sizes:
         self._rows = NUM_ROW_BUFFERS * self.rows_per_buffer * checkpoint.ngram.record_bytes
         self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
         self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
-        # Dense and bfloat16 parts of a bank are widened for one layer at a time on the CPU backend.
-        self._widened_per_slot = max(
-            (_widened_bytes(layout, self._itemsize) for layout in checkpoint.experts.values()), default=0
-        )
+        layouts = checkpoint.experts.values()
+        self._widened_per_slot = max(_widened_per_slot(layout, self._itemsize) for layout in layouts)
+        self._widened_pairs = max(_widened_pairs_bytes(layout, self._itemsize) for layout in layouts)
 
     def _workspace(self, context: int) -> int:
-        forward = forward_workspace_bytes(self._config, self.prefill_step, context, self._itemsize)
-        return max(forward, STAGING_BYTES)
+        config = self._config
+        forward = forward_workspace_bytes(config, self.prefill_step, context, self._itemsize)
+        sampling = LOGITS_COPIES * config.vocab_size * FLOAT32_BYTES
+        return max(forward + sampling, STAGING_BYTES)
 
     def lines(self, context: int, slots: int) -> tuple[PlanLine, ...]:
         config, machine = self._config, self._machine
@@ -248,9 +250,10 @@ class _Sizes:
                 f"{slots} of {config.num_experts} experts in each of {len(self._checkpoint.experts)} layers",
             ),
         ]
-        if self._widened_per_slot:
-            reason = "one layer's bank in float32 while the CPU backend computes it"
-            lines.append(PlanLine("widened bank", slots * self._widened_per_slot, reason))
+        widened = slots * self._widened_per_slot + self._widened_pairs
+        if widened:
+            reason = "expert parts of one layer brought to the type they are computed in"
+            lines.append(PlanLine("widening", widened, reason))
         subtotal = sum(line.bytes for line in lines)
         lines.append(PlanLine("reserve", _reserve(subtotal), "threads, allocator slack, what nobody counted"))
         return tuple(lines)
@@ -279,12 +282,25 @@ class _Sizes:
         return bisect_right(range(1, longest + 1), budget, key=lambda context: self.total(context, slots))
 
 
-def _widened_bytes(layout: ExpertLayout, itemsize: int) -> int:
-    """Return the temporary bytes per slot of a layer whose parts are not in the compute type."""
+def _widened_per_slot(layout: ExpertLayout, itemsize: int) -> int:
+    """Return the temporary bytes per slot that MLX takes to bring a layer's scales to the compute type."""
     if itemsize == 2:
         return 0
-    narrow: Mapping[str, int] = {"BF16": 2, "F16": 2}
-    return sum(4 * math.prod(part.shape) for part in layout.components if part.dtype in narrow)
+    narrow = (part for part in layout.components if part.dtype in ("BF16", "F16") and _is_scale(part))
+    return sum(FLOAT32_BYTES * math.prod(part.shape) for part in narrow)
+
+
+def _widened_pairs_bytes(layout: ExpertLayout, itemsize: int) -> int:
+    """Return the temporary bytes of unquantised matrices that are brought to the compute type."""
+    native = "BF16" if itemsize == 2 else "F32"
+    dense = [part for part in layout.components if not _is_scale(part) and part.dtype not in ("U32", native)]
+    largest = max((math.prod(part.shape) for part in dense), default=0)
+    # Two groups of pairs, as stored and as computed: one is queued while the other runs.
+    return 2 * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
+
+
+def _is_scale(part: Component) -> bool:
+    return part.name.endswith((".scales", ".biases"))
 
 
 def _reserve(subtotal: int) -> int:
