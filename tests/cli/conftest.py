@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A directory with everything a scripted engine needs: tokenizer, template, config, generation defaults."""
+    """A directory with all that a scripted engine needs: tokenizer, template, config, generation defaults."""
     directory = write_tokenizer(tmp_path / "tiny", vocab_size=400)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen4_exp", "eos_token_id": 126}))
     defaults = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [126, 120]}

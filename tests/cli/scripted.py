@@ -32,8 +32,8 @@ class Script:
     Attributes:
         answers: text of each answer in turn; the last one repeats.
         repeat: how often each answer's tokens are said.
-        hang_in: "load", "prefill" or "decode": say so on stderr and wait there until interrupted; "stuck" ignores
-            the cancel flag too.
+        hang_in: "load", "prefill" or "decode": say so on stderr and wait there until interrupted; "stuck"
+            ignores the cancel flag too.
         fail_in_load, fail_in_decode: class and message of a StoreError to raise there.
     """
 

@@ -1,4 +1,6 @@
-"""`flashnext chat` through a pipe: turns, commands, saving and resuming, what happens when something fails."""
+"""`flashnext chat` through a pipe: turns, commands, saving and resuming, what happens when something
+fails.
+"""
 
 import json
 import stat

@@ -1,4 +1,6 @@
-"""`flashnext plan` and `flashnext show` on real tiny checkpoints: tables, documents, refusals, broken files."""
+"""`flashnext plan` and `flashnext show` on real tiny checkpoints: tables, documents, refusals, broken
+files.
+"""
 
 import json
 from pathlib import Path

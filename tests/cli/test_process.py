@@ -132,7 +132,7 @@ def test_ctrl_c_in_a_piped_chat_stops_the_answer_and_the_next_line_is_answered(s
 
 
 def test_no_rendering_process_survives_the_command(spawn, tmp_path):
-    # The rendering process inherits this descriptor's end if anything does; its closing shows that all have gone.
+    # Whoever inherits this end keeps it open; that it closes shows that all processes have gone.
     reader, writer = os.pipe()
     process = spawn(Script(["</think>Hi<|im_end|>"]), "chat", pass_fds=(writer,))
     os.close(writer)

@@ -1,7 +1,8 @@
-"""The command line on the real engine and a tiny checkpoint: what the scripted engine promises holds here too."""
+"""The command line on the real engine and a tiny checkpoint: what the scripted engine promises holds here
+too.
+"""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_ctrl_c_while_a_real_engine_decodes_ends_with_130(model):
 
 
 def test_a_real_answer_leaves_the_descriptors_as_they_were(model):
-    before = len(os.listdir("/dev/fd"))
+    before = len(list(Path("/dev/fd").iterdir()))
     for _ in range(2):
         flashnext("run", "--model", model, "hello", "-m", "2", *WORDS)
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(list(Path("/dev/fd").iterdir())) == before

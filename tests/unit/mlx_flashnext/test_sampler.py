@@ -73,7 +73,7 @@ def test_penalties_equal_those_of_mlx_lm(mlx_lm_utils, seed, tokens, repetition,
         logit_bias=bias,
     )
     ours = penalised(logits(seed), tokens[-params.penalty_context :], params)
-    # A count of n subtracts n * penalty here and the penalty n times there: equal to the last bit of rounding.
+    # A count of n subtracts n * penalty here and n times the penalty there: equal up to rounding.
     assert np.allclose(np.array(ours), np.array(theirs[0]), rtol=1e-6, atol=1e-6)
 
 

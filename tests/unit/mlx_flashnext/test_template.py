@@ -109,7 +109,8 @@ def test_tool_arguments_given_as_text_reach_the_template_as_a_mapping(open_templ
 
 def test_generation_blocks_loop_controls_and_dates_work(open_template):
     source = (
-        "{% generation %}x{% endgeneration %}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}"
+        "{% generation %}x{% endgeneration %}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}"
+        "{{ i }}"
         "{% endfor %}{{ strftime_now('%Y') | length }}{{ eos_token }}"
     )
     template = open_template(source, tokens={"eos_token": "<end>"})
@@ -125,7 +126,8 @@ def test_any_text_arrives_unchanged(open_template):
 LOOPS = {
     "nested": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}",
-    "computing": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+    "computing": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}"
+    "{% endfor %}{% endfor %}",
     "slow filter": "{% for i in range(99999) %}{% set x = range(99999) | sum %}{% endfor %}",
 }
 
@@ -144,8 +146,8 @@ def test_a_template_that_loops_is_stopped_and_its_process_is_gone(open_template,
 
 
 def test_after_a_stop_the_next_rendering_starts_afresh(open_template):
-    source = "{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
-    template = open_template(source, time_limit_s=LIMIT_S)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = open_template("{% if messages %}" + loop + "{% endif %}ok", time_limit_s=LIMIT_S)
     with pytest.raises(ChatTemplateFailed, match="was stopped"):
         template.render([USER])
     assert template.render([]) == "ok"
@@ -153,9 +155,12 @@ def test_after_a_stop_the_next_rendering_starts_afresh(open_template):
 
 GROWTH = {
     "repetition": "{{ 'x' * 10**12 }}",
-    "doubling": "{% set n = namespace(s='xxxxxxxxxx') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "doubling a list": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "endless output": "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='xxxxxxxxxx') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}",
+    "doubling a list": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}",
+    "endless output": "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxx"
+    "{% endfor %}{% endfor %}",
     "wide filter": "{{ 'x' | center(10**10) }}",
     "wide method": "{{ 'x'.ljust(10000000000) }}",
     "wide format": "{{ '%1000000000000d' % 3 }}",
