@@ -1,4 +1,4 @@
-"""Token by token, any chunking and one block give the same bits, in logits and in every state array (CPU backend)."""
+"""Token by token, any chunking and one block give the same bits, in logits and states (CPU backend)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_stack_after_every_layer_equals_the_reference(name: str, runs: dict[str,
 def test_router_ids_equal_the_reference_and_come_in_ascending_order(
     name: str, runs: dict[str, Observed]
 ) -> None:
-    case, golden, _ = golden_case(name)
+    _, golden, _ = golden_case(name)
     for layer, wanted in enumerate(golden["router_ids"]):
         assert np.array_equal(runs[name].route_ids[layer], np.sort(wanted, -1)), f"layer {layer}"
 

@@ -1,6 +1,6 @@
 """Each way this model has been got wrong elsewhere, planted here, must be seen by the golden comparison.
 
-A mutation replaces one part while the `default` case runs; the comparison has to fail by far more than its tolerance.
+A mutation replaces one part while a case runs; the comparison has to fail by ten times its tolerance.
 """
 
 from __future__ import annotations

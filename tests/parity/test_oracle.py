@@ -1,4 +1,7 @@
-"""The model against the torch-free numpy oracle under the canonical tie rule, where the reference breaks ties its own way."""
+"""The model against the torch-free numpy oracle, under the canonical tie rule.
+
+The reference breaks ties in its own way; the oracle and the model take the smaller index.
+"""
 
 from __future__ import annotations
 

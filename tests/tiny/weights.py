@@ -77,6 +77,10 @@ class TinyWeights:
         assert array.shape == shape, (name, array.shape, shape)
         return array
 
+    def array_or_matrix(self, name: str) -> mx.array:
+        """Return any unquantised tensor as it is stored, for computing by hand."""
+        return self._tensors.get(name)[0][0]
+
     def linear(self, name: str, out_features: int, in_features: int) -> Linear:
         parts, spec = self._matrix(name, out_features, in_features)
         if spec is None:
