@@ -1,24 +1,28 @@
 """From ticket to slot: queues exact reads, hands them out, brings each to its one end. Entry: `Dispatcher`.
 
-The store calls `issue` and `join`; a reader calls `next_job` and, through the job, `hand_in`. One lock
+The store calls `issue` and `join`; a reader calls `next_job` and, through the job, `read` and `end`. One lock
 protects tables, queue, tickets and counters: held for microseconds, never across a read or a wait. Every
-method here but `_RecordRead.read` runs under it.
+method here but `read` runs under it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from expert_store.errors import RecordCorrupt, StoreError
 from expert_store.keys import ExpertKey, ReadClass
-from expert_store.layout import RecordLayout
+from expert_store.layout import ReadOp
 from expert_store.lease import Shelf
 from expert_store.read_queue import ReadQueue
 from expert_store.reader import Job, Reader, SlotMemory, check_views
 from expert_store.source import ByteSource
 from expert_store.stats import Fate, Ledger
-from expert_store.ticket import Ticket, Waiter
+from expert_store.ticket import Need, Ticket, Waiter
+
+_FATES: Final = {Need.NONE: Fate.STALE, Need.WANTED: Fate.IN_TIME, Need.URGENT: Fate.LATE}
+"""How a ticket that was read well ended, by what its waiters needed."""
 
 
 class Dispatcher:
@@ -64,7 +68,7 @@ class Dispatcher:
         layer = shelf.table.layer
         num_bytes = shelf.layout.record_bytes
         for expert, slot in missing:
-            ticket = Ticket(
+            ticket = RecordTicket(
                 ExpertKey(layer, expert),
                 slot=slot,
                 num_bytes=num_bytes,
@@ -72,6 +76,7 @@ class Dispatcher:
                 generation=generation,
                 issued_ns=now_ns,
             )
+            ticket.bind(self, shelf.layout.reads(expert))
             ticket.waiters.append(waiter)
             self.queue.push(ticket)
         self.ledger.num_exact += len(missing)
@@ -103,7 +108,8 @@ class Dispatcher:
         if ticket is None:
             return None
         self.ledger.read_started(now_ns)
-        return _RecordRead(self, self._shelves[ticket.key.layer].layout, self._source, self._memory, ticket)
+        assert isinstance(ticket, RecordTicket)
+        return ticket
 
     def reader_failed(self, error: StoreError) -> None:
         """Refuse all further work and fail what is queued; reads on the wire end by themselves."""
@@ -112,19 +118,25 @@ class Dispatcher:
         for ticket in self.queue.drain():
             self._fail(ticket, error)
 
-    def hand_in(self, ticket: Ticket, physical_bytes: int, error: StoreError | None) -> None:
+    def read(self, ticket: RecordTicket) -> None:
+        """Read a record into its slot (T5: nobody else has it while it is LOADING). Without the lock."""
+        layer = ticket.key.layer
+        views = self._memory.views(layer, ticket.slot)
+        check_views(views, self._shelves[layer].layout.component_lengths, "slot", ticket.slot)
+        got = ticket.physical_bytes = self._source.read_runs(ticket.runs, views)
+        if got != ticket.num_bytes:
+            raise self._cut_short(ticket, got)
+
+    def end(self, ticket: RecordTicket, error: StoreError | None) -> None:
         """Bring a ticket that was read to its end (T1)."""
         now_ns = self._clock()
-        self.ledger.read_ended(now_ns, physical_bytes)
         self.queue.forget(ticket)
+        self.ledger.read_ended(now_ns, ticket.physical_bytes)
         if error is not None:
             self._fail(ticket, error)
             return
-        self.ledger.ended(_fate(ticket), ticket.num_bytes)
-        self.ledger.issue_to_ready.add(now_ns - ticket.issued_ns)
-        self.ledger.read_time.add(now_ns - ticket.started_ns)
         self._shelves[ticket.key.layer].table.loaded(ticket.slot)
-        ticket.finish()
+        self.ledger.ready(ticket, now_ns, _FATES[ticket.finish()])
 
     def _fail(self, ticket: Ticket, error: StoreError) -> None:
         """Bring a ticket to its end without a record: waiters drop their pins, then the slot empties."""
@@ -132,59 +144,52 @@ class Dispatcher:
         self._shelves[ticket.key.layer].table.failed(ticket.slot)
         self.ledger.ended(Fate.FAILED, ticket.num_bytes)
 
+    def _cut_short(self, ticket: RecordTicket, got: int) -> RecordCorrupt:
+        """Return the error for a record that came out `got` bytes long: it says which read was short."""
+        layer, expert = ticket.key
+        short = ticket.runs[-1]
+        for run in ticket.runs:
+            if got < run.length:
+                short = run
+                break
+            got -= run.length
+        name = self._source.name(short.file)
+        return RecordCorrupt(
+            f"Record is cut short: layer {layer} expert {expert} in {name} at {short.offset}: "
+            f"wanted {short.length} bytes, got {got}",
+            hint="fetch this file again",
+            layer=layer,
+            expert=expert,
+            file=name,
+            offset=short.offset,
+            wanted=short.length,
+            got=got,
+        )
 
-class _RecordRead:
-    """The job of reading one ticket."""
 
-    __slots__ = ("_dispatcher", "_layout", "_memory", "_physical_bytes", "_source", "ticket")
+class RecordTicket(Ticket):
+    """A ticket that is its own job. What can be known when it is issued is, since the caller's thread is warm.
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        layout: RecordLayout,
-        source: ByteSource,
-        memory: SlotMemory,
-        ticket: Ticket,
-    ) -> None:
-        self.ticket = ticket
+    A reader comes back from each record with cold caches: every object that it need not touch is time saved
+    (measured: 56 us a record before, against 620 us for a warm 2.76 MB read).
+
+    Attributes:
+        runs: The reads that fetch the record.
+        physical_bytes: What they have delivered so far.
+    """
+
+    __slots__ = ("_dispatcher", "physical_bytes", "runs")
+
+    def bind(self, dispatcher: Dispatcher, runs: tuple[ReadOp, ...]) -> None:
+        """Say who reads it and how."""
         self._dispatcher = dispatcher
-        self._layout = layout
-        self._source = source
-        self._memory = memory
-        self._physical_bytes = 0
+        self.runs = runs
+        self.physical_bytes = 0
 
     def read(self) -> None:
-        """Read the record into its slot (T5: nobody else has it while it is LOADING)."""
-        layer, expert = self.ticket.key
-        views = self._memory.views(layer, self.ticket.slot)
-        check_views(views, self._layout.component_lengths, f"slot {self.ticket.slot} of layer {layer}")
-        for file, offset, length, first, end in self._layout.reads(expert):
-            got = self._source.read_into(file, offset, views[first:end])
-            self._physical_bytes += got
-            if got != length:
-                raise _cut_short(self.ticket.key, self._source.name(file), offset, length, got)
+        """Do what `Job` says."""
+        self._dispatcher.read(self)
 
-    def finish(self, error: StoreError | None) -> None:
-        self._dispatcher.hand_in(self.ticket, self._physical_bytes, error)
-
-
-def _fate(ticket: Ticket) -> Fate:
-    """Return how a ticket that was read well ended for those who waited."""
-    live = [waiter for waiter in ticket.waiters if waiter.is_live]
-    if not live:
-        return Fate.STALE
-    return Fate.LATE if any(waiter.is_waited_for for waiter in live) else Fate.IN_TIME
-
-
-def _cut_short(key: ExpertKey, file: str, offset: int, wanted: int, got: int) -> RecordCorrupt:
-    return RecordCorrupt(
-        f"Record is cut short: layer {key.layer} expert {key.expert} in {file} at {offset}: "
-        f"wanted {wanted} bytes, got {got}",
-        hint="fetch this file again",
-        layer=key.layer,
-        expert=key.expert,
-        file=file,
-        offset=offset,
-        wanted=wanted,
-        got=got,
-    )
+    def hand_in(self, error: StoreError | None) -> None:
+        """Do what `Job` says."""
+        self._dispatcher.end(self, error)

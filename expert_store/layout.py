@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from expert_store.errors import CheckpointCorrupt
 
 
@@ -65,7 +67,7 @@ class StackedComponent:
     length: int
 
 
-class ReadOp(NamedTuple):
+class ReadOp(msgspec.Struct, frozen=True, gc=False):
     """One read: a run of a file that fills the components `first` up to, not including, `end`."""
 
     file: int
@@ -101,7 +103,15 @@ class RecordLayout:
         record_bytes: Their sum.
     """
 
-    __slots__ = ("_places", "component_lengths", "component_names", "layer", "num_experts", "record_bytes")
+    __slots__ = (
+        "_groups",
+        "_places",
+        "component_lengths",
+        "component_names",
+        "layer",
+        "num_experts",
+        "record_bytes",
+    )
 
     def __init__(
         self,
@@ -123,6 +133,7 @@ class RecordLayout:
             parts = dict(zip(names, lengths, strict=True))
             raise _corrupt(f"layer {layer} has {num_experts} experts of {parts}", layer=layer)
         self._check_bounds(file_sizes)
+        self._groups = self._join_rules()
 
     @classmethod
     def stacked(
@@ -198,15 +209,45 @@ class RecordLayout:
 
     def reads(self, expert: int) -> tuple[ReadOp, ...]:
         """Return the reads that fetch one record; neighbours in a file become one read."""
-        return _coalesce([self._place(index, expert) for index in range(len(self._places))])
+        if not 0 <= expert < self.num_experts:
+            raise self._no_such(expert)
+        if self._groups is None:
+            return _coalesce([self._place(index, expert) for index in range(len(self._places))])
+        return tuple(
+            [
+                ReadOp(file, start + expert * stride, length, first, end)
+                for file, start, stride, length, first, end in self._groups
+            ]
+        )
 
     def _place(self, index: int, expert: int) -> tuple[int, int, int]:
         if not 0 <= expert < self.num_experts:
-            raise IndexError(f"expert {expert} of {self.num_experts} in layer {self.layer}")
+            raise self._no_such(expert)
         place = self._places[index]
         if isinstance(place, _Rule):
             return place.file, place.start + expert * place.stride, self.component_lengths[index]
         return place.files[expert], place.offsets[expert], self.component_lengths[index]
+
+    def _no_such(self, expert: int) -> IndexError:
+        return IndexError(f"expert {expert} of {self.num_experts} in layer {self.layer}")
+
+    def _join_rules(self) -> list[tuple[int, int, int, int, int, int]] | None:
+        """Join stacks that are neighbours for every expert: the reads of a record are then a few sums.
+
+        Returns:
+            (file, start, stride, length, first component, end) of each read; None if places are listed.
+        """
+        groups: list[tuple[int, int, int, int, int, int]] = []
+        for index, (place, more) in enumerate(zip(self._places, self.component_lengths, strict=True)):
+            if not isinstance(place, _Rule):
+                return None
+            if groups:
+                file, start, stride, length, first, _ = groups[-1]
+                if (file, start + length, stride) == place:
+                    groups[-1] = (file, start, stride, length + more, first, index + 1)
+                    continue
+            groups.append((place.file, place.start, place.stride, more, index, index + 1))
+        return groups
 
     def _check_bounds(self, file_sizes: Sequence[int]) -> None:
         for name, length, place in zip(

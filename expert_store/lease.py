@@ -10,13 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from expert_store.completion import Completion
 from expert_store.errors import StoreError, WouldBlock
 from expert_store.layout import RecordLayout
 from expert_store.slots import SlotTable
 from expert_store.stats import LayerCounters
+from expert_store.ticket import Need
+
+_NEEDS: Final = (Need.WANTED, Need.URGENT)  # by whether somebody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,6 @@ class LeaseRequest:
         return self._completion is None or not self._completion.pending
 
     @property
-    def is_live(self) -> bool:
-        """Whether the records are still wanted."""
-        return not self._lease.is_released
-
-    @property
     def is_waited_for(self) -> bool:
         """Whether somebody blocks, or has blocked, for it."""
         return self._completion is not None and self._completion.is_waited_for
@@ -147,12 +145,15 @@ class LeaseRequest:
         """Drop the pins. Reads under way finish: exact tickets are never cancelled (T3). Idempotent."""
         self._lease.release()
 
-    def ticket_ended(self, error: StoreError | None) -> None:
-        """Take note of the end of one ticket; the caller holds the store's lock."""
-        assert self._completion is not None
+    def ticket_ended(self, error: StoreError | None) -> Need:
+        """Take note of the end of one ticket; see `Waiter`."""
+        completion, lease = self._completion, self._lease
+        assert completion is not None
         if error is not None:
-            self._lease.drop()
-        self._completion.count_down(error)
+            lease.drop()
+        need = Need.NONE if lease.is_released else _NEEDS[completion.is_waited_for]
+        completion.count_down(error)
+        return need
 
     def _stand_still(self, completion: Completion, timeout_s: float | None) -> None:
         """Block, and count how long (exposed wait)."""

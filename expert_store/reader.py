@@ -59,8 +59,8 @@ class Job(Protocol):
         """Move the bytes. Without any lock; blocks; raises what goes wrong."""
         ...
 
-    def finish(self, error: StoreError | None) -> None:
-        """Hand it in, with what went wrong. The caller holds the desk's lock."""
+    def hand_in(self, error: StoreError | None) -> None:
+        """Take it back, with what went wrong. The caller holds the desk's lock."""
         ...
 
 
@@ -173,9 +173,9 @@ class ThreadReader(Reader):
 
     def _exchange(self, done: Job | None, error: StoreError | None) -> Job | None:
         """Hand in a job and take the next, waiting for one; None when the reader closes."""
-        with self._jobs_added:
+        with self._desk.lock:  # the lock of `_jobs_added`; taken directly, it costs no Python call
             if done is not None:
-                done.finish(error)
+                done.hand_in(error)
             while (job := self._desk.next_job()) is None:
                 if self._is_closing:
                     return None
@@ -189,14 +189,13 @@ class ThreadReader(Reader):
         with self._desk.lock:
             self._desk.reader_failed(error)
             if job is not None:
-                job.finish(error)
+                job.hand_in(error)
 
 
-def check_views(views: Sequence[memoryview], lengths: Sequence[int], what: str) -> None:
+def check_views(views: Sequence[memoryview], lengths: tuple[int, ...], what: str, index: int) -> None:
     """Assert that memory is as long as what is read into it: a longer view would take a neighbour's bytes."""
-    found = [view.nbytes for view in views]
-    wanted = list(lengths)
-    assert found == wanted, f"memory of {what} has {found} bytes, its components have {wanted}"
+    found = tuple([view.nbytes for view in views])
+    assert found == lengths, f"memory of {what} {index} has {found} bytes, its components have {lengths}"
 
 
 def attempt(job: Job) -> StoreError | None:

@@ -193,7 +193,7 @@ class RowTable:
         if self._refusal is None:
             self._refusal = error
         while self._jobs:
-            self._jobs.popleft().finish(error)
+            self._jobs.popleft().hand_in(error)
 
     def stand_still(self, completion: Completion, timeout_s: float | None) -> None:
         """Block until a batch has ended, and count how long (exposed wait)."""
@@ -221,7 +221,7 @@ class RowTable:
                 raise self._cut_short(rows, run, got)
         return num_reads, total
 
-    def hand_in(self, num_reads: int, physical_bytes: int) -> None:
+    def count(self, num_reads: int, physical_bytes: int) -> None:
         """Count what a job read; the caller holds the lock."""
         self._num_reads += num_reads
         self._physical_bytes += physical_bytes
@@ -255,7 +255,7 @@ class RowTable:
         runs: list[list[_Run]] = [[] for _ in lengths]
         for row, place in rows:
             views = self._memory.row_views(buffer, place)
-            check_views(views, lengths, f"row {place} of buffer {buffer}")
+            check_views(views, lengths, "row", place)
             for component, span in enumerate(self._layout.spans(row)):
                 done = runs[component]
                 last = done[-1] if done else None
@@ -303,6 +303,6 @@ class _RowRead:
     def read(self) -> None:
         self._counts = self._table.read(self._batch.buffer, self._rows)
 
-    def finish(self, error: StoreError | None) -> None:
-        self._table.hand_in(*self._counts)
+    def hand_in(self, error: StoreError | None) -> None:
+        self._table.count(*self._counts)
         self._batch.part_ended(error)

@@ -139,7 +139,9 @@ class SlotTable:
 
     def loaded(self, slot: int) -> None:
         """Declare the record of a LOADING slot whole."""
-        self._leave_loading(slot, _FULL)
+        assert self._states[slot] is _LOADING, f"slot {slot} of layer {self.layer} is not loading"
+        self._states[slot] = _FULL
+        self._num_loading -= 1
         self.num_resident += 1
         if not self._pins[slot]:
             self._num_idle += 1
@@ -147,7 +149,9 @@ class SlotTable:
     def failed(self, slot: int) -> None:
         """Give up a LOADING slot: it holds nothing that anybody may read. Its pins must be gone."""
         assert not self._pins[slot], f"slot {slot} of layer {self.layer} failed while pinned"
-        self._leave_loading(slot, _EMPTY)
+        assert self._states[slot] is _LOADING, f"slot {slot} of layer {self.layer} is not loading"
+        self._states[slot] = _EMPTY
+        self._num_loading -= 1
         expert = self._expert_of[slot]
         self._policy.remove(expert)
         self._slot_of[expert] = self._expert_of[slot] = _ABSENT
@@ -216,8 +220,3 @@ class SlotTable:
     def _can_leave(self, expert: int) -> bool:
         slot = self._slot_of[expert]
         return not self._pins[slot] and self._states[slot] is _FULL
-
-    def _leave_loading(self, slot: int, state: SlotState) -> None:
-        assert self._states[slot] is _LOADING, f"slot {slot} of layer {self.layer} is not loading"
-        self._states[slot] = state
-        self._num_loading -= 1

@@ -3,7 +3,7 @@
 A source reads a run of a file into memory that somebody else owns. It never allocates for the data, never
 pads, and never returns bytes of another file than the one whose index was read:
     B1  `read_into` writes to the views only, and only as many bytes as it returns;
-    B2  after each read the open file is compared with its `FileInfo`: an edit, a truncation or a removal
+    B2  after each read, or record, the open file is compared with its `FileInfo`: an edit, a truncation or a removal
         since the index was read is `SourceChanged`, even when the read itself looked fine;
     B3  every call to the operating system, opening included, is made on the thread that calls `read_into`.
 Faulty, throttled, counting and in-memory sources: testing.py.
@@ -18,7 +18,8 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Literal, Protocol, Self
 
-from expert_store.errors import SourceChanged, SourceFailed, StoreClosed
+from expert_store.errors import SourceChanged, SourceFailed, StoreClosed, StoreError
+from expert_store.layout import ReadOp
 from expert_store.safetensors_index import FileInfo
 
 _MAX_VIEWS: Final = 1024
@@ -48,6 +49,24 @@ class ByteSource(Protocol):
         """
         ...
 
+    def read_runs(self, runs: Sequence[ReadOp], views: Sequence[memoryview]) -> int:
+        """Do the reads of one record, in order, up to the first that comes out short; as `read_into`.
+
+        Args:
+            runs: What to read; each says which of the views it fills.
+            views: The memory of the record, component by component.
+
+        Returns:
+            Bytes read, all runs together.
+        """
+        total = 0
+        for run in runs:
+            got = self.read_into(run.file, run.offset, views[run.first : run.end])
+            total += got
+            if got != run.length:
+                break
+        return total
+
     def name(self, file: int) -> str:
         """Return what messages call a file."""
         ...
@@ -75,6 +94,7 @@ class FileSource(ByteSource):
             access: "random" switches read-ahead off, for rows of a few hundred bytes.
         """
         self._files = tuple(files)
+        self._stamps = [(info.mtime_ns, info.size, info.inode) for info in files]
         self._bypass = cache == "bypass"
         self._random = access == "random"
         self._descriptors: list[int] = [-1] * len(files)
@@ -83,10 +103,33 @@ class FileSource(ByteSource):
 
     def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
         """Fill the views from one run of a file; see `ByteSource`."""
+        got = self._fill(file, offset, views)
+        self._verify(file)
+        return got
+
+    def read_runs(self, runs: Sequence[ReadOp], views: Sequence[memoryview]) -> int:
+        """Do the reads of one record, then look once at each file they came from; see `ByteSource`."""
+        total = 0
+        verified = -1
+        for run in runs:
+            got = self._fill(run.file, run.offset, views[run.first : run.end])
+            total += got
+            if got != run.length:
+                break
+        for run in runs:
+            if run.file != verified:
+                verified = run.file
+                self._verify(verified)
+        return total
+
+    def _fill(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
+        """Read one run."""
         descriptor = self._descriptors[file]
         if descriptor < 0:
             descriptor = self._open(file)
-        wanted = sum(view.nbytes for view in views)
+        wanted = 0
+        for view in views:
+            wanted += view.nbytes
         try:
             is_one_call = wanted <= _MAX_BYTES and len(views) <= _MAX_VIEWS
             got = os.preadv(descriptor, views, offset) if is_one_call else 0
@@ -94,20 +137,21 @@ class FileSource(ByteSource):
                 got = _read_on(descriptor, offset, views, got, wanted)
             if self._bypass and sys.platform == "linux":
                 os.posix_fadvise(descriptor, offset, got, os.POSIX_FADV_DONTNEED)
-            status = os.fstat(descriptor)
         except OSError as error:
-            if self._is_closed:
-                raise _closed() from error
-            raise self._failed(error, file, offset) from error
-        info = self._files[file]
-        if (
-            status.st_mtime_ns != info.mtime_ns
-            or status.st_size != info.size
-            or status.st_ino != info.inode
-            or not status.st_nlink
-        ):
-            raise self._changed(file, status)
+            raise self._refused(error, file, offset) from error
         return got
+
+    def _verify(self, file: int) -> None:
+        """Refuse what was read if the file is no longer the one that was indexed (B2)."""
+        try:
+            status = os.fstat(self._descriptors[file])
+        except OSError as error:
+            raise self._refused(error, file, 0) from error
+        if (status.st_mtime_ns, status.st_size, status.st_ino) != self._stamps[file] or not status.st_nlink:
+            raise self._changed(file, status)
+
+    def _refused(self, error: OSError, file: int, offset: int) -> StoreError:
+        return _closed() if self._is_closed else self._failed(error, file, offset)
 
     def name(self, file: int) -> str:
         """Return the file name."""

@@ -10,10 +10,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
-_NUM_BINS: Final = 48
-"""Bins of powers of two nanoseconds: the last begins at 39 hours."""
+_NUM_BINS: Final = 64
+"""Bins of powers of two nanoseconds: more than any clock can count."""
+
+
+_NUM_TIMES_MAX: Final = 256
+"""Reads whose times are kept as they are before they are sorted into bins."""
+
+
+class TimedRead(Protocol):
+    """What the ledger asks of a ticket."""
+
+    num_bytes: int
+    issued_ns: int
+    started_ns: int
 
 
 class Fate(IntEnum):
@@ -191,11 +203,11 @@ class _Latency:
         self.bins = [0] * _NUM_BINS
 
     def add(self, duration_ns: int) -> None:
-        duration_ns = max(0, duration_ns)
         self.num += 1
         self.total_ns += duration_ns
-        self.max_ns = max(self.max_ns, duration_ns)
-        self.bins[min(duration_ns.bit_length(), _NUM_BINS - 1)] += 1
+        if duration_ns > self.max_ns:
+            self.max_ns = duration_ns
+        self.bins[duration_ns.bit_length()] += 1
 
     def snapshot(self) -> LatencyStatistics:
         return LatencyStatistics(self.num, self.total_ns, self.max_ns, tuple(self.bins))
@@ -209,22 +221,24 @@ class Ledger:
         "_closed",
         "_fate_bytes",
         "_fate_nums",
+        "_issue_to_ready",
+        "_read_time",
+        "_times",
         "exact_bytes",
         "exact_io_ns",
-        "issue_to_ready",
         "last_cycle",
         "num_cycles",
         "num_exact",
         "num_reading",
         "physical_bytes",
-        "read_time",
     )
 
     def __init__(self) -> None:
         self.num_exact = self.exact_bytes = self.physical_bytes = 0
         self.num_reading = self.exact_io_ns = self._busy_since_ns = 0
-        self.issue_to_ready = _Latency()
-        self.read_time = _Latency()
+        self._issue_to_ready = _Latency()
+        self._read_time = _Latency()
+        self._times: list[tuple[int, int]] = []
         self._fate_nums = [0] * len(Fate)
         self._fate_bytes = [0] * len(Fate)
         self.num_cycles = 0
@@ -244,8 +258,23 @@ class Ledger:
         if not self.num_reading:
             self.exact_io_ns += now_ns - self._busy_since_ns
 
+    def ready(self, read: TimedRead, now_ns: int, fate: Fate) -> None:
+        """Count the end of a ticket that was read well (T6), and note how long it took."""
+        self._fate_nums[fate] += 1
+        self._fate_bytes[fate] += read.num_bytes
+        self._times.append((now_ns - read.issued_ns, now_ns - read.started_ns))
+        if len(self._times) >= _NUM_TIMES_MAX:
+            self._fold_times()
+
+    def _fold_times(self) -> None:
+        """Sort noted times into bins: together, off the path of most reads."""
+        for since_issue_ns, since_start_ns in self._times:
+            self._issue_to_ready.add(since_issue_ns)
+            self._read_time.add(since_start_ns)
+        self._times.clear()
+
     def ended(self, fate: Fate, num_bytes: int) -> None:
-        """Count the end of a ticket (T6)."""
+        """Count the end of a ticket that was not read well (T6)."""
         self._fate_nums[fate] += 1
         self._fate_bytes[fate] += num_bytes
 
@@ -282,6 +311,7 @@ class Ledger:
 
     def snapshot(self, layers: tuple[LayerStatistics, ...], *, num_queued: int) -> StoreStatistics:
         """Return everything, frozen."""
+        self._fold_times()
         fates = {fate: FateCount(self._fate_nums[fate], self._fate_bytes[fate]) for fate in Fate}
         return StoreStatistics(
             num_demands=sum(layer.num_demands for layer in layers),
@@ -295,8 +325,8 @@ class Ledger:
             num_evictions=sum(layer.num_evictions for layer in layers),
             exposed_wait_ns=sum(layer.exposed_wait_ns for layer in layers),
             exact_io_ns=self.exact_io_ns,
-            issue_to_ready=self.issue_to_ready.snapshot(),
-            read_time=self.read_time.snapshot(),
+            issue_to_ready=self._issue_to_ready.snapshot(),
+            read_time=self._read_time.snapshot(),
             fates=MappingProxyType(fates),
             num_queued=num_queued,
             num_reading=self.num_reading,

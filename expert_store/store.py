@@ -31,6 +31,7 @@ from expert_store.reader import Reader, SlotMemory, ThreadReader
 from expert_store.slots import SlotState, SlotTable
 from expert_store.source import ByteSource
 from expert_store.stats import LayerCounters, LayerStatistics, StoreStatistics
+from expert_store.ticket import Need
 
 POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = MappingProxyType(
     {"lru": LeastRecentlyUsed, "slru": SegmentedLru}
@@ -308,14 +309,12 @@ class _Watcher:
 
     __slots__ = ("completion",)
 
-    is_live = False
-    is_waited_for = False
-
     def __init__(self, pending: int) -> None:
         self.completion = Completion(pending)
 
-    def ticket_ended(self, error: StoreError | None) -> None:
+    def ticket_ended(self, error: StoreError | None) -> Need:
         self.completion.count_down(error)
+        return Need.NONE
 
 
 def _layer_statistics(shelf: Shelf) -> LayerStatistics:

@@ -286,7 +286,7 @@ class StepReader(Reader):
         job = self.held.pop(index)
         error = attempt(job)
         with self._desk.lock:
-            job.finish(error)
+            job.hand_in(error)
 
     def step(self, num_jobs: int = 1) -> int:
         """Take, read and hand in so many jobs; return how many there were."""

@@ -19,7 +19,7 @@ Only this file assigns a state. What tickets promise (kept here unless another p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -27,14 +27,14 @@ from expert_store.errors import StoreError
 from expert_store.keys import ExpertKey, ReadClass
 
 
-class TicketState(Enum):
+class TicketState(IntEnum):
     """Where a promised read stands."""
 
-    QUEUED = "queued"
-    READING = "reading"
-    READY = "ready"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    QUEUED = 0
+    READING = 1
+    READY = 2
+    FAILED = 3
+    CANCELLED = 4
 
 
 TRANSITIONS: Final[Mapping[TicketState, frozenset[TicketState]]] = MappingProxyType(
@@ -49,21 +49,22 @@ TRANSITIONS: Final[Mapping[TicketState, frozenset[TicketState]]] = MappingProxyT
 """Every allowed step. A state without steps is an end (T1)."""
 
 
+class Need(IntEnum):
+    """How much somebody needed a record at the moment it was ready."""
+
+    NONE = 0
+    """Not any more."""
+    WANTED = 1
+    """Soon."""
+    URGENT = 2
+    """Compute stands still for it."""
+
+
 class Waiter(Protocol):
     """Somebody who was promised the record of a ticket."""
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the record is still wanted."""
-        ...
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether compute stands still for it."""
-        ...
-
-    def ticket_ended(self, error: StoreError | None) -> None:
-        """Take note of the end of one ticket. The caller holds the store's lock."""
+    def ticket_ended(self, error: StoreError | None) -> Need:
+        """Take note of the end of one ticket; say how much it was needed. Under the store's lock."""
         ...
 
 
@@ -133,10 +134,10 @@ class Ticket:
         self._move(TicketState.READING)
         self.started_ns = now_ns
 
-    def finish(self) -> None:
-        """READING -> READY, and tell the waiters."""
+    def finish(self) -> Need:
+        """READING -> READY, and tell the waiters; return the most urgent need among them."""
         self._move(TicketState.READY)
-        self._tell(None)
+        return self._tell(None)
 
     def fail(self, error: StoreError) -> None:
         """QUEUED or READING -> FAILED, and tell the waiters why."""
@@ -157,10 +158,14 @@ class Ticket:
         return True
 
     def _move(self, state: TicketState) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.key}: {self.state.value} -> {state.value}"
+        assert state in TRANSITIONS[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
-    def _tell(self, error: StoreError | None) -> None:
+    def _tell(self, error: StoreError | None) -> Need:
         waiters, self.waiters = self.waiters, []
+        need = Need.NONE
         for waiter in waiters:
-            waiter.ticket_ended(error)
+            its_need = waiter.ticket_ended(error)
+            if its_need > need:
+                need = its_need
+        return need

@@ -195,7 +195,7 @@ def test_memory_longer_than_a_component_is_refused_before_anything_is_read():
     rig.memory.slot_lengths = {0: (32,)}
     request = rig.store.request(0, [1])
     rig.reader.run()
-    with pytest.raises(SourceFailed, match="AssertionError: memory of slot 0 of layer 0"):
+    with pytest.raises(SourceFailed, match="AssertionError: memory of slot 0 has"):
         request.wait()
     assert not rig.counting.reads
 

@@ -132,8 +132,8 @@ class StoreMachine(RuleBasedStateMachine):
     def begin_read(self):
         job = self.rig.reader.begin()
         assert job is not None
-        assert job.ticket.key == self.queued.pop(0)  # first come, first served
-        self.reading.append(job.ticket.key)
+        assert job.key == self.queued.pop(0)  # first come, first served
+        self.reading.append(job.key)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), fault=st.sampled_from([None, None, None, "short", "eio"]))
@@ -298,12 +298,8 @@ def forget_who_joined(patch):
 
 
 def substitute_what_could_not_be_read(patch):
-    hand_in = dispatch.Dispatcher.hand_in
-    patch.setattr(
-        dispatch.Dispatcher,
-        "hand_in",
-        lambda self, ticket, num_bytes, error: hand_in(self, ticket, num_bytes, None),
-    )
+    end = dispatch.Dispatcher.end
+    patch.setattr(dispatch.Dispatcher, "end", lambda self, ticket, error: end(self, ticket, None))
 
 
 def forget_recency_on_hits(patch):
@@ -311,14 +307,14 @@ def forget_recency_on_hits(patch):
 
 
 def write_beyond_the_slot(patch):
-    read = dispatch._RecordRead.read
+    read = dispatch.Dispatcher.read
 
-    def overrun(self):
-        read(self)
-        block = self._memory._blocks["slot", self.ticket.key.layer, self.ticket.slot][0]
+    def overrun(self, ticket):
+        read(self, ticket)
+        block = self._memory._blocks["slot", ticket.key.layer, ticket.slot][0]
         block[-self._memory.guard_bytes] ^= 1
 
-    patch.setattr(dispatch._RecordRead, "read", overrun)
+    patch.setattr(dispatch.Dispatcher, "read", overrun)
 
 
 @pytest.mark.parametrize(

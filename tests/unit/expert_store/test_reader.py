@@ -27,7 +27,7 @@ class Desk:
     def reader_failed(self, error):
         self.failure = error
         while self.jobs:
-            self.jobs.popleft().finish(error)
+            self.jobs.popleft().hand_in(error)
 
 
 class Work:
@@ -37,7 +37,7 @@ class Work:
     def read(self):
         self.job()
 
-    def finish(self, error):
+    def hand_in(self, error):
         assert self.desk.lock.locked()
         self.desk.done.append(error)
         self.desk.all_done.count_down(error)
@@ -164,6 +164,6 @@ def test_a_countdown_keeps_its_first_error_and_wakes_every_waiter():
 
 
 def test_memory_of_the_wrong_length_is_our_bug():
-    check_views([memoryview(bytearray(3))], (3,), "slot 0")
+    check_views([memoryview(bytearray(3))], (3,), "slot", 0)
     with pytest.raises(AssertionError, match="slot 0"):
-        check_views([memoryview(bytearray(4))], (3,), "slot 0")
+        check_views([memoryview(bytearray(4))], (3,), "slot", 0)

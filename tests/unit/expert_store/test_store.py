@@ -250,7 +250,7 @@ def test_tickets_carry_owner_generation_and_class():
     rig = make_rig()
     rig.store.advance(7, 3)
     rig.store.request(0, [1], owner=7)
-    ticket = rig.reader.begin().ticket
+    ticket = rig.reader.begin()
     assert (ticket.key, ticket.owner, ticket.generation, ticket.read_class) == ((0, 1), 7, 3, 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import expert_store
 from expert_store.errors import StoreError
 from expert_store.keys import ExpertKey, ReadClass
-from expert_store.ticket import TRANSITIONS, Ticket, TicketState
+from expert_store.ticket import TRANSITIONS, Need, Ticket, TicketState
 
 ERROR = StoreError("cannot be read")
 WAYS = {  # a path from the start to every state
@@ -28,14 +28,12 @@ ACTIONS = {
 
 
 class Told:
-    is_live = True
-    is_waited_for = False
-
-    def __init__(self):
-        self.errors = []
+    def __init__(self, need=Need.NONE):
+        self.errors, self.need = [], need
 
     def ticket_ended(self, error):
         self.errors.append(error)
+        return self.need
 
 
 def ticket_in(state, read_class=ReadClass.SPECULATIVE):
@@ -75,6 +73,14 @@ def test_waiters_are_told_once_at_the_end(way, error):
     ACTIONS[way][1](ticket)
     assert [waiter.errors for waiter in waiters] == [[error], [error]]
     assert ticket.waiters == []
+
+
+def test_the_most_urgent_need_of_the_waiters_is_told():
+    for needs in itertools.product(Need, Need):
+        ticket = ticket_in(TicketState.READING)
+        ticket.waiters.extend(map(Told, needs))
+        assert ticket.finish() is max(needs)
+    assert ticket_in(TicketState.READING).finish() is Need.NONE
 
 
 def test_an_exact_or_promised_ticket_is_never_cancelled():
