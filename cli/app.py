@@ -1,91 +1,30 @@
-"""The `flashnext` command line: registers the commands and starts them.
+"""The console script `flashnext`: prepares the process, then hands over to the command tree.
 
-Entry point: `main`, the console script. Nothing heavy is imported here: `flashnext --help` answers in
-about 0.3 s and loads neither MLX, mlx_lm nor transformers (a test looks at sys.modules).
+Entry point: `main`. Light on purpose: from its first line to the end of a command, Ctrl-C ends the
+process without a traceback. Commands take it over while they run (`cli/interrupts.py`).
 """
 
+import signal
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from cli.command import CommandGroup, CommandPage, command
-from cli.commands.chat import chat
-from cli.commands.plan import plan
-from cli.commands.run import run
-from cli.commands.show import show
-from cli.console import prepare_streams
-from cli.engine_factory import Services
-
-RUN_EXAMPLES = """\
-Examples:
-  flashnext run "Why is the sky blue?"
-  cat notes.txt | flashnext run Summarise: -
-"""
-CHAT_EXAMPLES = """\
-Examples:
-  flashnext chat --no-think --memory 12GiB
-  flashnext chat --resume chat.json
-"""
-PLAN_EXAMPLES = """\
-Examples:
-  flashnext plan
-  flashnext plan ORG/NAME --memory 12GiB -c 32k
-"""
-SHOW_EXAMPLES = """\
-Examples:
-  flashnext show
-  flashnext show ./my-checkpoint --json
-"""
-
-app = typer.Typer(
-    name="flashnext",
-    cls=CommandGroup,
-    epilog="Without --model, commands use the small demo model that ships with flashnext.",
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("run", cls=CommandPage, epilog=RUN_EXAMPLES)(command(run))
-app.command("generate", cls=CommandPage, epilog=RUN_EXAMPLES, hidden=True)(command(run))
-app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
-app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
-app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
+if TYPE_CHECKING:
+    from cli.engine_factory import Services
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            number = version("flashnext")
-        except PackageNotFoundError:
-            number = "not installed"
-        typer.echo(f"flashnext {number}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def start(
-    context: typer.Context,
-    _version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Run Qwen3.8-Flash-Next with its experts streamed from disk, within a memory budget you choose."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit
-
-
-def main(arguments: Sequence[str] | None = None, *, services: Services | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, *, services: "Services | None" = None) -> None:
     """Run the command line and exit.
 
     Args:
         arguments: without the program's name; the process's own when None.
         services: what commands call below the command line.
     """
+    # Python's own handler would print a traceback of whatever is being imported.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from cli.console import prepare_streams
+    from cli.engine_factory import Services
+    from cli.tree import app
+
     prepare_streams()
     app(
         args=None if arguments is None else list(arguments),

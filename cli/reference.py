@@ -11,9 +11,9 @@ from unittest import mock
 
 import typer.main
 
-from cli.app import app
 from cli.errors import __doc__ as errors_page
 from cli.help import WIDEST
+from cli.tree import app
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "CLI.md"
 

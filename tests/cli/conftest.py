@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
+from cli.tree import app
 from tests.cli.scripted import Rig, Script
 from tests.tiny.tokenizer import write_tokenizer
 

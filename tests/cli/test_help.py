@@ -4,9 +4,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from cli.app import app
 from cli.command import FOREIGN_FLAGS
 from cli.reference import REFERENCE, render_reference
+from cli.tree import app
 
 COMMANDS = ["run", "chat", "plan", "show"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
 from cli.engine_factory import Services
+from cli.tree import app
 from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.safetensors_io import read_safetensors
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
 from cli.engine_factory import Services
+from cli.tree import app
 from tests.cli.conftest import ROOT, environment
 from tests.tiny.checkpoints import build_mlx
 
@@ -104,3 +104,21 @@ def test_a_real_answer_leaves_the_descriptors_as_they_were(model):
     for _ in range(2):
         flashnext("run", "--model", model, "hello", "-m", "2", *WORDS)
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_two_processes_answer_from_one_checkpoint_alike(model):
+    words = ["run", "--model", str(model), "hello", "-m", "8", "--no-think", "-q", *WORDS]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "cli", *words],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    outcomes = [(*process.communicate(timeout=120), process.returncode) for process in both]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1:] == (b"", 0)

@@ -1,0 +1,76 @@
+"""The commands of `flashnext` and their examples, registered with typer.
+
+Nothing heavy is imported here: `flashnext --help` answers in about 0.3 s and loads neither MLX, mlx_lm nor
+transformers (a test looks at sys.modules).
+"""
+
+from typing import Annotated
+
+import typer
+
+from cli.command import CommandGroup, CommandPage, command
+from cli.commands.chat import chat
+from cli.commands.plan import plan
+from cli.commands.run import run
+from cli.commands.show import show
+
+RUN_EXAMPLES = """\
+Examples:
+  flashnext run "Why is the sky blue?"
+  cat notes.txt | flashnext run Summarise: -
+"""
+CHAT_EXAMPLES = """\
+Examples:
+  flashnext chat --no-think --memory 12GiB
+  flashnext chat --resume chat.json
+"""
+PLAN_EXAMPLES = """\
+Examples:
+  flashnext plan
+  flashnext plan ORG/NAME --memory 12GiB -c 32k
+"""
+SHOW_EXAMPLES = """\
+Examples:
+  flashnext show
+  flashnext show ./my-checkpoint --json
+"""
+
+app = typer.Typer(
+    name="flashnext",
+    cls=CommandGroup,
+    epilog="Without --model, commands use the small demo model that ships with flashnext.",
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", cls=CommandPage, epilog=RUN_EXAMPLES)(command(run))
+app.command("generate", cls=CommandPage, epilog=RUN_EXAMPLES, hidden=True)(command(run))
+app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
+app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
+app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version("flashnext")
+        except PackageNotFoundError:
+            number = "not installed"
+        typer.echo(f"flashnext {number}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run Qwen3.8-Flash-Next with its experts streamed from disk, within a memory budget you choose."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
