@@ -2,7 +2,7 @@
 
 A strided view and a short sum instead of a convolution kernel: each output is the same few products in the
 same order whatever the block size, in float32, on either backend. On the CPU backend it is also faster than
-`mx.conv1d` (10,240 channels, 4 taps: 0.15 against 0.95 ms for one row).
+`mx.conv1d` (10,240 channels, 4 taps: 0.06 against 0.47 ms for one row).
 
 Source: qwen4exp.md 2.3.3 and 2.4: the last tap multiplies the current token; rows before the start are zero.
 """
@@ -51,6 +51,11 @@ class CausalConv:
 
 
 def last_rows(window: mx.array, count: int) -> mx.array:
-    """Return the last rows as an array of their own: a slice would keep the whole block's buffer alive."""
+    """Return the last rows without keeping a long block's buffer alive.
+
+    A slice shares the whole buffer, so it is used only where that costs less than twice the rows.
+    """
     start = window.shape[0] - count
+    if start < count:
+        return window[start:]
     return mx.take(window, mx.arange(start, start + count), axis=0)

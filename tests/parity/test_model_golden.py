@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_flashnext.state import MtpState
-from tests.parity.goldens import NAMES, TOLERANCE, Observed, golden_case, observe, worst
+from tests.parity.goldens import NAMES, TOLERANCE, Observed, checkpoint_dir, golden_case, observe, worst
+from tests.tiny.checkpoints import build_mlx
+from tests.tiny.safetensors_io import read_safetensors
+from tests.tiny.weights import TinyModel
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +103,20 @@ def test_mtp_cells_may_be_computed_one_by_one(runs: dict[str, Observed]) -> None
     assert all(mx.array_equal(left[name], right[name]).item() for name in left)
 
 
-def test_mlx_packs_compute_what_their_dequantised_matrices_compute() -> None:
-    # An unquantised pack holds the same numbers as the official layout under other names and shapes.
-    from tests.parity.goldens import _scratch
-    from tests.tiny.checkpoints import build_mlx
-    from tests.tiny.weights import TinyModel
-
+def test_an_mlx_pack_of_the_same_numbers_computes_the_same(tmp_path: Path) -> None:
     case, golden, _ = golden_case("default")
-    directory = build_mlx(_scratch() / "default-dense-pack", seed=case.seed, bits=None, tokenizer=False)
-    run = observe(TinyModel.open(directory), case.tokens)
-    assert worst(run.logits, golden["logits"]) < TOLERANCE
+    directory = build_mlx(tmp_path, seed=case.seed, bits=None, tokenizer=False)
+    assert worst(observe(TinyModel.open(directory), case.tokens).logits, golden["logits"]) < TOLERANCE
+
+
+def test_every_resident_tensor_is_asked_for_exactly_once() -> None:
+    _, _, tiny = golden_case("default")
+    asked = tiny.weights.asked
+    assert len(asked) == len(set(asked))
+    elsewhere = (".experts.", ".ple_embedding.")  # the expert store, the row table, and hash constants
+    stored = {
+        name.removeprefix("model.language_model.").removesuffix(".weight")
+        for name in read_safetensors(checkpoint_dir("default"))
+        if not any(part in name for part in elsewhere)
+    }
+    assert set(asked) == stored

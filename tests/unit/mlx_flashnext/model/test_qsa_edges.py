@@ -1,4 +1,4 @@
-"""P69: QSA at the border of its budget with the real numbers: 2,047 to 2,052 tokens, budget 2,048, blocks of 4."""
+"""P69: QSA at the border of its real budget: 2,047 to 2,052 tokens, budget 2,048, blocks of 4."""
 
 from __future__ import annotations
 
