@@ -11,19 +11,20 @@ Invariants:
 3. The n-gram separator comes from `text_config` alone, never from `generation_config.json`: hashing with the
    turn end as separator gives fluent, wrong text after the first turn.
 
-Source: qwen4exp.md 1.1 (fields), 2.3.1 (n-gram constants).
+Source: qwen4exp.md 1.1.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mlx_flashnext.config_fields import Fields
 from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.ngram import NgramConstants, ngram_constants
 
 LayerKind = Literal["gdn", "qsa"]
 
@@ -37,7 +38,6 @@ LAYER_KINDS: Mapping[str, LayerKind] = {
 QUANT_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 DEFAULT_SEED = 1234
 DEFAULT_NORM_TOPK_PROB = True
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +55,6 @@ class QuantSpec:
                 hint=f"known modes: {', '.join(QUANT_MODES)}",
                 mode=self.mode,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class NgramConstants:
-    """Integers of the n-gram hash: one multiplier per context position; one size and offset per head.
-
-    `num_rows` is the padded number of table rows, `width` the values per row.
-    """
-
-    multipliers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    num_rows: int
-    width: int
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of table rows read per token."""
-        return len(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +161,10 @@ class ModelConfig:
             UnsupportedCheckpoint: A field is missing, of the wrong type, inconsistent, or names something not
                 implemented.
         """
-        top = _Fields(data, "")
+        top = Fields(data, "")
         if "text_config" in data:
             top.choice("model_type", ("qwen4_exp",))
-            text = _Fields(top.mapping("text_config"), "text_config.")
+            text = Fields(top.mapping("text_config"), "text_config.")
         else:
             text = top
         text.choice("model_type", ("qwen4_exp_text",))
@@ -215,121 +196,7 @@ def read_config(directory: Path) -> ModelConfig:
     return ModelConfig.from_dict(data)
 
 
-def ngram_constants(
-    *,
-    vocab_size: int,
-    ngram_size: int,
-    heads_per_ngram: int,
-    vocab_size_base: int,
-    divisor: int,
-    embed_dim: int,
-    seed: int,
-    ple_index: int = 0,
-) -> NgramConstants:
-    """Compute the integer constants of one n-gram table.
-
-    Args:
-        vocab_size: Token ids are below this.
-        ngram_size: Longest context in tokens; heads exist for orders 2 to this.
-        heads_per_ngram: Hash heads per order.
-        vocab_size_base: Head sizes are the successive primes from here.
-        divisor: The table's row count is padded to a multiple of this.
-        embed_dim: Values of all heads together.
-        seed: Hash seed of the config (1234 where the file is silent; a runtime that used 0 read other rows).
-        ple_index: Place of the layer among the PLE layers.
-
-    Source: qwen4exp.md 2.3.1, recomputed there against the reference.
-    """
-    num_heads = (ngram_size - 1) * heads_per_ngram
-    sizes = _primes_from(vocab_size_base, num_heads * (ple_index + 1))[num_heads * ple_index :]
-    half = max(1, ((1 << 63) - 1) // vocab_size // 2)
-    multipliers = tuple(
-        2 * (_splitmix((seed + 10007 * ple_index + 0x9E3779B97F4A7C15 * (i + 1)) & _MASK64) % half) + 1
-        for i in range(ngram_size)
-    )
-    return NgramConstants(
-        multipliers=multipliers,
-        sizes=tuple(sizes),
-        offsets=tuple(sum(sizes[:h]) for h in range(num_heads)),
-        num_rows=math.ceil(sum(sizes) / divisor) * divisor,
-        width=embed_dim // num_heads,
-    )
-
-
-def _splitmix(v: int) -> int:
-    v = (v + 0x9E3779B97F4A7C15) & _MASK64
-    v = ((v ^ (v >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    v = ((v ^ (v >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return v ^ (v >> 31)
-
-
-def _primes_from(start: int, count: int) -> list[int]:
-    primes: list[int] = []
-    n = start
-    while len(primes) < count:
-        if n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)):
-            primes.append(n)
-        n += 1
-    return primes
-
-
-class _Fields:
-    """One object of the file: accessors check presence, type and range, and name the field they refuse."""
-
-    def __init__(self, data: Mapping[str, object], prefix: str) -> None:
-        self._data = data
-        self._prefix = prefix
-
-    def refuse(self, name: str, why: str) -> UnsupportedCheckpoint:
-        value = self._data.get(name)
-        return UnsupportedCheckpoint(
-            f"Unsupported config: {self._prefix}{name} = {value!r}, {why}",
-            hint="use an official or MLX conversion of Qwen3.8-Flash-Next; see `flashnext show MODEL`",
-            field=name,
-            value=value,
-        )
-
-    def has(self, name: str) -> bool:
-        return name in self._data
-
-    def get(self, name: str) -> object:
-        if name not in self._data:
-            raise UnsupportedCheckpoint(
-                f"Config field missing: {self._prefix}{name}",
-                hint="download the checkpoint's config.json again; this field has no safe default",
-                field=name,
-            )
-        return self._data[name]
-
-    def mapping(self, name: str) -> Mapping[str, object]:
-        value = self.get(name)
-        if not isinstance(value, Mapping):
-            raise self.refuse(name, "an object was expected")
-        return value
-
-    def integer(self, name: str, minimum: int = 1) -> int:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.refuse(name, f"an integer of at least {minimum} was expected")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.refuse(name, "a positive number was expected")
-        return float(value)
-
-    def choice(self, name: str, allowed: tuple[object, ...]) -> None:
-        value = self.get(name)
-        if not any(value == option and type(value) is type(option) for option in allowed):
-            raise self.refuse(name, f"only {' or '.join(map(repr, allowed))} is implemented")
-
-    def require(self, condition: bool, name: str, why: str) -> None:
-        if not condition:
-            raise self.refuse(name, why)
-
-
-def _parse(text: _Fields) -> ModelConfig:
+def _parse(text: Fields) -> ModelConfig:
     for name, value in {
         "hidden_act": "silu",
         "output_gate_type": "sigmoid",
@@ -411,7 +278,7 @@ def _parse(text: _Fields) -> ModelConfig:
     return config
 
 
-def _layer_kinds(text: _Fields) -> tuple[LayerKind, ...]:
+def _layer_kinds(text: Fields) -> tuple[LayerKind, ...]:
     num_layers = text.integer("num_hidden_layers")
     types = text.get("layer_types")
     if not isinstance(types, list) or len(types) != num_layers:
@@ -422,9 +289,9 @@ def _layer_kinds(text: _Fields) -> tuple[LayerKind, ...]:
     return tuple(LAYER_KINDS[name] for name in types)
 
 
-def _rope(text: _Fields) -> tuple[int, float]:
+def _rope(text: Fields) -> tuple[int, float]:
     """Return the rotary dims of the main heads and the base; a factor stored twice must agree with itself."""
-    rope = _Fields(text.mapping("rope_parameters"), "text_config.rope_parameters.")
+    rope = Fields(text.mapping("rope_parameters"), "text_config.rope_parameters.")
     rope.choice("rope_type", ("default",))
     factor = rope.number("partial_rotary_factor") if rope.has("partial_rotary_factor") else None
     if factor is None or text.has("partial_rotary_factor"):
@@ -441,7 +308,7 @@ def _rope(text: _Fields) -> tuple[int, float]:
     return rotary_dim, rope.number("rope_theta")
 
 
-def _token_ids(text: _Fields) -> tuple[tuple[int, ...], int, int | None]:
+def _token_ids(text: Fields) -> tuple[tuple[int, ...], int, int | None]:
     """Return the stop ids of the text config, the n-gram separator among them, and the bos id."""
     bos = text.integer("bos_token_id", 0) if text.get("bos_token_id") is not None else None
     value = text.get("eos_token_id")
@@ -456,7 +323,7 @@ def _token_ids(text: _Fields) -> tuple[tuple[int, ...], int, int | None]:
     return eos, separator, bos
 
 
-def _ple_layer(text: _Fields, num_layers: int) -> int:
+def _ple_layer(text: Fields, num_layers: int) -> int:
     ids = text.get("ple_layer_ids")
     if not isinstance(ids, list) or len(ids) != 1:
         raise text.refuse("ple_layer_ids", "a list of exactly one layer is implemented")
@@ -465,11 +332,11 @@ def _ple_layer(text: _Fields, num_layers: int) -> int:
     return ids[0] - 1
 
 
-def _mtp_layers(text: _Fields, rope_theta: float) -> int:
+def _mtp_layers(text: Fields, rope_theta: float) -> int:
     count = text.integer("mtp_num_hidden_layers", 0)
     text.require(count <= 1, "mtp_num_hidden_layers", "at most one MTP layer is implemented")
     if count:
-        mtp = _Fields(text.mapping("mtp"), "text_config.mtp.")
+        mtp = Fields(text.mapping("mtp"), "text_config.mtp.")
         types = mtp.get("layer_types")
         if not isinstance(types, list) or [LAYER_KINDS.get(name) for name in types] != ["qsa"]:
             raise mtp.refuse("layer_types", "one attention layer was expected")
@@ -479,7 +346,7 @@ def _mtp_layers(text: _Fields, rope_theta: float) -> int:
     return count
 
 
-def _check_sizes(text: _Fields, config: ModelConfig) -> None:
+def _check_sizes(text: Fields, config: ModelConfig) -> None:
     for name, divisor in {
         "num_attention_heads": config.num_key_value_heads,
         "linear_num_value_heads": config.linear_num_key_heads,

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flashnext.config import ModelConfig, ngram_constants
+from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.model.ple import ngram_rows
+from mlx_flashnext.ngram import ngram_constants
 
 REAL = Path(__file__).parents[4] / "bench/synth/data/qwen3.8-flash-next.config.json"
 TEXT = (248045, 846, 198, 248044, 9707, 11)
