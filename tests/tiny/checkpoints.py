@@ -404,8 +404,6 @@ def build_mlx(
         if spec != default:
             config_overrides[name.removesuffix(".weight")] = spec
     config = tiny_config(overrides, dtype=scale_dtype)
-    if not mtp:
-        config["text_config"]["mtp_num_hidden_layers"] = text["mtp_num_hidden_layers"]
     if bits:
         config["quantization"] = {**default, **config_overrides}
         config["quantization_config"] = copy.deepcopy(config["quantization"])
