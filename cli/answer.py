@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.engine.stats import GenerationStatistics
 
-FINISH_HINTS = {
-    "context": "the context is full: {used} tokens; {advice}",
-    "length": "stopped after --max-tokens {max_tokens}",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -209,7 +204,7 @@ def show_end(
     """Tell on stderr why an answer ended early, and what it cost."""
     if answer.finish_reason == "context":
         console.note(f"note: {context_advice(engine)}")
-    elif answer.finish_reason == "length" and max_tokens is not None and not options.hide_reasoning:
+    elif answer.finish_reason == "length" and max_tokens is not None and console.err_is_terminal:
         console.note(f"note: stopped after --max-tokens {max_tokens}")
     wants = options.stats if options.stats is not None else console.err_is_terminal
     if wants:

@@ -7,9 +7,9 @@ from cli.console import Console
 from cli.model_path import FoundModel
 
 NOTICE = (
-    "note: no --model given, so this is the demo model: the real architecture, but tiny. It writes short stories, "
-    "small Python functions and sums. It shows how flashnext works, not what Qwen3.8-Flash-Next can do. "
-    "This note appears once."
+    "note: no --model given, so this is the demo model: the real architecture, but tiny. It writes short "
+    "stories, small Python functions and sums. It shows how flashnext works, not what Qwen3.8-Flash-Next can "
+    "do. This note appears once."
 )
 
 

@@ -54,6 +54,10 @@ def run(
     """
     if json and jsonl:
         raise UsageProblem("Two forms of output at once: --json --jsonl", hint="choose one")
+    if (json or jsonl) and shown.hide_reasoning:
+        raise UsageProblem(
+            "A document has the reasoning in its own field: --hide-reasoning", hint="leave it out"
+        )
     if prompt is not None and words:
         raise UsageProblem("Two prompts: one as --prompt, one without a flag", hint="give one")
     if ignore_chat_template and prompting != PromptOptions():

@@ -15,7 +15,7 @@ from tests.cli.conftest import ROOT, environment
 from tests.cli.scripted import Script
 
 LONG = Script(["word "], repeat=1 << 30, context_tokens=1 << 40)
-TIMEOUT_S = 120
+TIMEOUT_S = 60
 
 
 def wait_for(process: subprocess.Popen[bytes], text: bytes) -> bytes:

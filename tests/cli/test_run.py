@@ -220,6 +220,8 @@ def test_template_variables_reach_the_template(cli):
         (None, ["--ignore-chat-template", "--no-think"], "without a chat template"),
         (None, ["--ignore-chat-template", "--system-prompt", "x"], "without a chat template"),
         (None, ["--json", "--jsonl"], "--json --jsonl"),
+        (None, ["--json", "--hide-reasoning"], "--hide-reasoning"),
+        (None, ["--jsonl", "-R"], "--hide-reasoning"),
     ],
 )
 def test_a_flag_that_cannot_apply_is_refused(cli, template, flags, message):

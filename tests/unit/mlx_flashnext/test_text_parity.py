@@ -85,3 +85,19 @@ def test_tokens_of_a_rendering_equal_transformers(directories, reference):
             text = template.render(TALKS[-1])
         ids = theirs.apply_chat_template(TALKS[-1], add_generation_prompt=True, return_dict=False)
         assert Tokenizer.open(directory).encode(text) == list(ids)
+
+
+def test_white_space_around_blocks_equals_transformers(reference):
+    source = """  {% for message in messages %}
+    {% if loop.first %}{{ bos_token }}
+    {% endif %}
+\t{% set x = message.content %}
+    {%- generation -%} [{{ x | trim }}] {%- endgeneration %}
+      {{ {"a": [1, "\u20ac<"]} | tojson(indent=2) }}
+    {% if loop.index > 1 %}{% break %}{% endif %}
+
+  {% endfor %}
+  end"""
+    expected = reference[0].apply_chat_template(TALKS[-1], chat_template=source, tokenize=False)
+    with ChatTemplate(source) as ours:
+        assert ours.render(TALKS[-1], add_generation_prompt=False) == expected
