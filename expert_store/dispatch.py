@@ -52,6 +52,8 @@ class Dispatcher:
         self._lock = lock
         self._clock = clock
         self._refusal: StoreError | None = None
+        # Memory does not change its shape: one look at each slot is enough.
+        self._is_checked = {layer: bytearray(shelf.table.num_slots) for layer, shelf in shelves.items()}
 
     # What the store calls.
 
@@ -120,9 +122,11 @@ class Dispatcher:
 
     def read(self, ticket: RecordTicket) -> None:
         """Read a record into its slot (T5: nobody else has it while it is LOADING). Without the lock."""
-        layer = ticket.key.layer
-        views = self._memory.views(layer, ticket.slot)
-        check_views(views, self._shelves[layer].layout.component_lengths, "slot", ticket.slot)
+        layer, slot = ticket.key.layer, ticket.slot
+        views = self._memory.views(layer, slot)
+        if not self._is_checked[layer][slot]:
+            check_views(views, self._shelves[layer].layout.component_lengths, "slot", slot)
+            self._is_checked[layer][slot] = True
         got = ticket.physical_bytes = self._source.read_runs(ticket.runs, views)
         if got != ticket.num_bytes:
             raise self._cut_short(ticket, got)
@@ -168,10 +172,10 @@ class Dispatcher:
 
 
 class RecordTicket(Ticket):
-    """A ticket that is its own job. What can be known when it is issued is, since the caller's thread is warm.
+    """A ticket that is its own job. What can be known when it is issued is worked out then.
 
     A reader comes back from each record with cold caches: every object that it need not touch is time saved
-    (measured: 56 us a record before, against 620 us for a warm 2.76 MB read).
+    (measured: 56 us a record before this and its like, 39 after; a warm 2.76 MB read takes 530 to 620).
 
     Attributes:
         runs: The reads that fetch the record.

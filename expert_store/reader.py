@@ -29,7 +29,7 @@ class SlotMemory(Protocol):
         """Return the memory of one slot, one view per component, in component order.
 
         Called on reader threads, from several at once. Views are writable, contiguous, format "B", and as
-        long as the components, which is checked before every read (FIELD P18).
+        long as the components, which is checked when a slot is first read into (FIELD P18).
         """
         ...
 

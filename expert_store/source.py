@@ -3,8 +3,8 @@
 A source reads a run of a file into memory that somebody else owns. It never allocates for the data, never
 pads, and never returns bytes of another file than the one whose index was read:
     B1  `read_into` writes to the views only, and only as many bytes as it returns;
-    B2  after each read, or record, the open file is compared with its `FileInfo`: an edit, a truncation or a removal
-        since the index was read is `SourceChanged`, even when the read itself looked fine;
+    B2  after each read, or record, the open file is compared with its `FileInfo`: an edit, a truncation or a
+        removal since the index was read is `SourceChanged`, even when the read itself looked fine;
     B3  every call to the operating system, opening included, is made on the thread that calls `read_into`.
 Faulty, throttled, counting and in-memory sources: testing.py.
 """
@@ -112,14 +112,23 @@ class FileSource(ByteSource):
         total = 0
         verified = -1
         for run in runs:
-            got = self._fill(run.file, run.offset, views[run.first : run.end])
+            part = views[run.first : run.end]
+            descriptor = self._descriptors[run.file]
+            is_plain = descriptor >= 0 and not self._bypass and run.length <= _MAX_BYTES
+            try:  # the common case in as few steps as can be: the caches are cold here (dispatch.py)
+                got = os.preadv(descriptor, part, run.offset) if is_plain else 0
+            except OSError as error:
+                raise self._refused(error, run.file, run.offset) from error
+            if got != run.length:
+                got = self._fill(run.file, run.offset, part)
             total += got
             if got != run.length:
                 break
         for run in runs:
             if run.file != verified:
                 verified = run.file
-                self._verify(verified)
+                if self._descriptors[verified] >= 0:  # a short run may have ended the loop before this file
+                    self._verify(verified)
         return total
 
     def _fill(self, file: int, offset: int, views: Sequence[memoryview]) -> int:

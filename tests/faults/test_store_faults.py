@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from bench.studies.stress_store import stress
 from expert_store.errors import (
     RecordCorrupt,
     SlotsExhausted,
@@ -19,6 +20,7 @@ from expert_store.errors import (
 from expert_store.layout import RecordLayout
 from expert_store.reader import ThreadReader
 from expert_store.safetensors_index import read_tensor_table
+from expert_store.slots import SlotState, SlotTable
 from expert_store.source import FileSource
 from expert_store.stats import Fate
 from expert_store.store import ExpertStore
@@ -198,6 +200,34 @@ def test_memory_longer_than_a_component_is_refused_before_anything_is_read():
     with pytest.raises(SourceFailed, match="AssertionError: memory of slot 0 has"):
         request.wait()
     assert not rig.counting.reads
+
+
+# Everything at once: the first 20 seconds of `bench/studies/stress_store.py`.
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_nothing_hangs_tears_or_leaks_when_everything_happens_at_once(policy):
+    report = stress(10.0, seed=1, policy=policy)
+    counts = report["counts"]
+    assert {"leases", "batches", "evaluated", "cancelled", "failed requests"} <= set(counts)
+    assert report["evictions"]
+    assert report["joined"]
+
+
+def refill_early(patch):
+    patch.setattr(SlotTable, "_can_leave", lambda self, expert: self.state_of(expert) is SlotState.FULL)
+
+
+def tell_nobody(patch):
+    patch.setattr(ThreadReader, "wake", lambda self, num_jobs: None)
+
+
+@pytest.mark.parametrize("plant", [refill_early, tell_nobody])
+def test_the_stress_run_notices_a_planted_fault(plant, monkeypatch):
+    plant(monkeypatch)
+    monkeypatch.setattr("bench.studies.stress_store.WAIT_S", 2.0)
+    with pytest.raises((AssertionError, WouldBlock)):
+        stress(20.0, seed=2)
 
 
 # On real files.
