@@ -2,9 +2,9 @@
 
     python -m bench.studies.plan_vs_peak [--model DIR] [--memory 1GiB] [--tokens 200]
 
-Both figures are taken without the resident size at the end of imports. The run is a process of its own, because a
-peak cannot be reset. The bound is 5 % or 16 MiB above the plan, whichever is more (public reports: a flag obeyed to
-within a factor of two). The last line of stdout is one JSON document.
+Both figures are taken without the resident size at the end of imports. The run is a process of its own,
+because a peak cannot be reset. The bound is 5 % or 16 MiB above the plan, whichever is more (public
+reports: a flag obeyed to within a factor of two). The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -68,7 +68,9 @@ def measure(
 
 def main() -> None:
     """Print one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=None, help="a checkpoint; the demo if left out")
     parser.add_argument("--slots", type=int, default=None)
     parser.add_argument("--memory-mib", type=int, default=None)
@@ -84,8 +86,14 @@ def main() -> None:
         context=options.context,
     )
     share = found["peak_bytes"] / found["plan_bytes"]
-    print(f"plan {found['plan_bytes'] / MIB:.0f} MiB, peak {found['peak_bytes'] / MIB:.0f} MiB: {share:.3f} of the plan")
-    print(f"bound {found['allowed_bytes'] / MIB:.0f} MiB: {'kept' if found['peak_bytes'] <= found['allowed_bytes'] else 'BROKEN'}")
+    print(
+        f"plan {found['plan_bytes'] / MIB:.0f} MiB, peak {found['peak_bytes'] / MIB:.0f} MiB: {share:.3f} of
+        the plan"
+    )
+    print(
+        f"bound {found['allowed_bytes'] / MIB:.0f} MiB: {'kept' if found['peak_bytes'] <=
+        found['allowed_bytes'] else 'BROKEN'}"
+    )
     print(json.dumps(found))
 
 

@@ -1,11 +1,12 @@
-"""What does streaming cost when it never misses? Decode at S = E - 1, all hits, against every expert resident.
+"""What does streaming cost when it never misses? Decode at S = E - 1, all hits, against every expert
+resident.
 
     python -m bench.studies.resident_ratio [--model DIR] [--tokens 24] [--rounds 5]
 
-Both engines answer the same prompt greedily, so they compute the same tokens with the same kernels; the streamed one
-reads ids back in every layer, asks the store, and maps experts to slots. The streamed engine first repeats the answer
-until a whole answer has no miss. Rounds are A/B/B/A in one process; the ratio is the median over rounds. Bar: 0.9.
-The last line of stdout is one JSON document.
+Both engines answer the same prompt greedily, so they compute the same tokens with the same kernels; the
+streamed one reads ids back in every layer, asks the store, and maps experts to slots. The streamed engine
+first repeats the answer until a whole answer has no miss. Rounds are A/B/B/A in one process; the ratio is
+the median over rounds. Bar: 0.9. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -63,19 +64,22 @@ def main() -> None:
         for number in range(options.rounds):
             times: dict[str, int] = {"resident": 0, "streamed": 0}
             for name, engine in (
-                ("resident", resident), ("streamed", streamed), ("streamed", streamed), ("resident", resident),
+                ("resident", resident), ("streamed", streamed), ("streamed", streamed), ("resident",
+                resident),
             ):  # fmt: skip
                 tokens, end = answer(engine, options.tokens)
                 assert tokens == expected, "streamed and resident answers differ"
                 times[name] += end.statistics.decode_ns
                 syncs = end.statistics.num_syncs // options.tokens
                 print(
-                    f"round {number + 1} {name:9} {end.statistics.decode_ns / 1e9:7.3f} s  {syncs} waits a token"
+                    f"round {number + 1} {name:9} {end.statistics.decode_ns / 1e9:7.3f} s  {syncs} waits a
+                    token"
                 )
             ratios.append(times["resident"] / times["streamed"])
     ratio = statistics.median(ratios)
     print(
-        f"decode rate, streamed over resident: {ratio:.3f} [{min(ratios):.3f} to {max(ratios):.3f}], bar {BAR}"
+        f"decode rate, streamed over resident: {ratio:.3f} [{min(ratios):.3f} to {max(ratios):.3f}], bar
+        {BAR}"
     )
     print(json.dumps({"study": "resident_ratio", "experts": experts, "tokens": options.tokens, "ratio": ratio,
                       "ratios": ratios, "bar": BAR, "met": ratio >= BAR}))  # fmt: skip

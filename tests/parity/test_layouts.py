@@ -1,4 +1,5 @@
-"""Every layout that opens gives the tokens its values say: 32 greedy tokens and all logits, bit for bit (P61).
+"""Every layout that opens gives the tokens its values say: 32 greedy tokens and all logits, bit for bit
+(P61).
 
 The reference reads the same files with `mx.load`, maps names by itself, and knows no store, slot or plan.
 """
