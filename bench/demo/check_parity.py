@@ -37,8 +37,10 @@ def main() -> None:
     folder = args.pack or args.official
     model = read_pack(folder) if args.pack else read_official(folder)
     tensors = official_tensors(folder) if args.pack else load_file(str(folder / "model.safetensors"))
-    oracle = Oracle(json.loads((folder / "config.json").read_text())["text_config"],
-                    {k: v.numpy() for k, v in tensors.items()})
+    oracle = Oracle(
+        json.loads((folder / "config.json").read_text())["text_config"],
+        {k: v.numpy() for k, v in tensors.items()},
+    )
     tokens = load(args.work / "data" / "held.npz")["tokens"][: args.tokens].astype(np.int64)
     batch = torch.from_numpy(tokens)[None]
     logits, mtp = model(batch)[0].numpy(), model.mtp_logits(batch)[0].numpy()
@@ -47,9 +49,14 @@ def main() -> None:
         want, stack = oracle.token(token, t, state)
         worst = max(worst, float(np.abs(want - logits[t]).max()))
         if previous is not None:
-            worst_mtp = max(worst_mtp, float(np.abs(oracle.mtp(previous, token, t - 1, cell) - mtp[t - 1]).max()))
+            worst_mtp = max(
+                worst_mtp, float(np.abs(oracle.mtp(previous, token, t - 1, cell) - mtp[t - 1]).max())
+            )
         previous = stack
-    print(f"{len(tokens)} tokens, logits up to {np.abs(logits).max():.2f}: largest difference {worst:.2e}, MTP {worst_mtp:.2e}")
+    print(
+        f"{len(tokens)} tokens, logits up to {np.abs(logits).max():.2f}: "
+        f"largest difference {worst:.2e}, MTP {worst_mtp:.2e}"
+    )
     if max(worst, worst_mtp) > TOLERANCE:
         raise SystemExit("the torch model and the oracle disagree")
 

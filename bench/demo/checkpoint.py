@@ -2,8 +2,8 @@
 
     python -m bench.demo.checkpoint --work SCRATCH --out SCRATCH/hf [--dtype bfloat16] [--random]
 
-Official names: the trunk under `model.language_model.`, the n-gram table in `split_ngram_parts` parts, everything else
-as in `bench.demo.net`.
+Official names: the trunk under `model.language_model.`, the n-gram table in `split_ngram_parts` parts,
+everything else as in `bench.demo.net`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def from_official(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generation_config(ids: dict[str, int]) -> dict[str, Any]:
-    """Return `generation_config.json`; a small model wants a cooler distribution than the official default."""
+    """Return `generation_config.json`; a small model wants cooler sampling than the official default."""
     return {
         "bos_token_id": ids["<|endoftext|>"],
         "do_sample": True,
@@ -67,7 +67,9 @@ def generation_config(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def write_official(out: pathlib.Path, state: dict[str, Tensor], tokenizer: pathlib.Path, dtype: torch.dtype) -> None:
+def write_official(
+    out: pathlib.Path, state: dict[str, Tensor], tokenizer: pathlib.Path, dtype: torch.dtype
+) -> None:
     """Write a directory in the official layout."""
     out.mkdir(parents=True, exist_ok=True)
     ids = token_ids(Tokenizer.from_file(str(tokenizer / "tokenizer.json")))

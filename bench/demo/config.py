@@ -1,7 +1,8 @@
-"""Geometry of the demo model: the official `qwen4_exp` nesting with small numbers, and the n-gram hash constants.
+"""Geometry of the demo model: the official `qwen4_exp` nesting with small numbers.
 
-Owns nothing on disk.  `text_config` and `full_config` are the single source for training, export and evaluation;
-`ngram_constants` derives the integer side of the PLE table exactly as the architecture defines it.
+Owns nothing on disk.  `text_config` and `full_config` are the single source for training, export and
+evaluation; `ngram_constants` derives the integer side of the PLE table exactly as the architecture defines
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 VOCAB_SIZE = 4096
 NUM_LAYERS = 8
 
-#: Added tokens in id order; they follow the byte-pair vocabulary.  True marks control tokens that decoding hides.
+#: Added tokens in id order, after the byte-pair entries.  True marks control tokens that decoding hides.
 ADDED_TOKENS: list[tuple[str, bool]] = [
     ("<|endoftext|>", True),
     ("<|im_start|>", True),
@@ -109,7 +110,7 @@ def text_config(token_ids: dict[str, int]) -> dict[str, Any]:
 
 
 def full_config(token_ids: dict[str, int]) -> dict[str, Any]:
-    """Return the whole `config.json`; the vision section is present because the format has it, without weights."""
+    """Return the whole `config.json`; it has a vision section because the format does, without weights."""
     text = text_config(token_ids)
     return {
         "architectures": ["Qwen4ExpForConditionalGeneration"],

@@ -1,7 +1,7 @@
-"""Documents for training: conversations of one to four turns and a few raw texts, all drawn from one seeded stream.
+"""Documents for training: conversations of one to four turns and a few raw texts.
 
-Entry point: `document(rng)`.  A document is either raw text or a list of messages; `render` turns messages into the
-exact string of the shipped chat template (`bench.demo.prepare` compares the two).
+Entry point: `document(rng)`.  A document is either raw text or a list of messages; `render` turns messages
+into the exact string of the shipped chat template (`bench.demo.prepare` compares the two).
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from . import chats, code, stories, sums
 
 GENRES = ("sums", "code", "stories", "chat")
-SYSTEMS = ["You are a helpful assistant.", "You are a friendly assistant.", "Answer shortly.", "You are a patient teacher.",
-           "You help children.", "Be brief and clear."]
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "Answer shortly.",
+    "You are a patient teacher.",
+    "You help children.",
+    "Be brief and clear.",
+]
 
 
 @dataclass
@@ -106,8 +112,8 @@ def document(rng: random.Random) -> Document:
 def is_held_out(doc: Document) -> bool:
     """Return whether a document belongs to the held-out set, by a stable hash.
 
-    The key is the first question, so no training document starts with a held-out sum, story or code request.  Small
-    talk has few questions; there it is the whole text.
+    The key is the first question, so no training document starts with a held-out sum, story or code
+    request.  Small talk has few questions; there it is the whole text.
     """
     first = next((m["content"] for m in doc.messages if m["role"] == "user"), doc.raw)
     value = 2166136261

@@ -1,6 +1,6 @@
 """Held-out loss per genre, expert use and the cost of quantisation.
 
-    python -m bench.demo.evaluate --work SCRATCH --official SCRATCH/hf --pack mlx_flashnext/demo
+python -m bench.demo.evaluate --work SCRATCH --official SCRATCH/hf --pack mlx_flashnext/demo
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from . import net
 from .checkpoint import read_official
@@ -25,8 +25,12 @@ def of_genre(data: Data, genre: int) -> Data:
     starts, keep = data["starts"], np.flatnonzero(data["genres"] == genre)
     pick = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in keep])
     lengths = starts[keep + 1] - starts[keep]
-    return {"tokens": data["tokens"][pick], "weights": data["weights"][pick],
-            "starts": np.concatenate(([0], lengths.cumsum())), "genres": data["genres"][keep]}
+    return {
+        "tokens": data["tokens"][pick],
+        "weights": data["weights"][pick],
+        "starts": np.concatenate(([0], lengths.cumsum())),
+        "genres": data["genres"][keep],
+    }
 
 
 @torch.no_grad()
@@ -38,21 +42,23 @@ def answer_loss(model: net.DemoModel, rows: Rows, num_rows: int) -> tuple[float,
         tokens = batch[:, :-1]
         mask = weights[:, 1:] * ANSWER_WEIGHT > 1.5
         hidden, r, _, _ = model.trunk(tokens, sparse=True)
-        logits = F.linear(hidden, model.lm_head.weight).view(*tokens.shape, -1)
-        total += float(F.cross_entropy(logits[mask], batch[:, 1:][mask], reduction="sum"))
+        logits = functional.linear(hidden, model.lm_head.weight).view(*tokens.shape, -1)
+        total += float(functional.cross_entropy(logits[mask], batch[:, 1:][mask], reduction="sum"))
         hits += float((logits.argmax(-1) == batch[:, 1:])[mask].sum())
         count += float(mask.sum())
         hidden = model.mtp_hidden(r, tokens, sparse=True)[0]
-        logits = F.linear(hidden, model.lm_head.weight).view(tokens.shape[0], tokens.shape[1] - 1, -1)
+        logits = functional.linear(hidden, model.lm_head.weight).view(
+            tokens.shape[0], tokens.shape[1] - 1, -1
+        )
         mask = mask[:, 1:]
-        mtp += float(F.cross_entropy(logits[mask], batch[:, 2:][mask], reduction="sum"))
+        mtp += float(functional.cross_entropy(logits[mask], batch[:, 2:][mask], reduction="sum"))
         mtp_count += float(mask.sum())
     return total / count, hits / count, mtp / mtp_count
 
 
 @torch.no_grad()
 def expert_use(model: net.DemoModel, rows: Rows, num_batches: int) -> list[tuple[float, int]]:
-    """Return per layer the effective number of experts (exp of the entropy of the load) and how many are unused."""
+    """Return per layer the effective number of experts (exp of the load's entropy) and the unused ones."""
     moes = [layer.mlp for layer in model.layers] + [model.mtp.layers[0].mlp]
     loads = [torch.zeros(m.e) for m in moes]
     for i in range(num_batches):

@@ -1,8 +1,8 @@
 """The parts of `qwen4_exp` for training in torch: hyper-connections, GDN, QSA, PLE, MoE.
 
-Every module follows the published equations; `bench.demo.check_parity` compares the whole model with an independent
-step-by-step numpy implementation.  Matrix products run in `COMPUTE.dtype` (bfloat16 uses AMX), the residual stack,
-norms, softmaxes and the recurrence stay float32.
+Every module follows the published equations; `bench.demo.check_parity` compares the whole model with an
+independent step-by-step numpy implementation.  Matrix products run in `COMPUTE.dtype` (bfloat16 uses AMX),
+the residual stack, norms, softmaxes and the recurrence stay float32.
 
 Shapes: B rows, T positions, N = B*T, H hidden, C residual streams, E experts, K chosen experts.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .config import ngram_constants
 from .experts import routed
@@ -35,7 +35,7 @@ COMPUTE = Compute()
 
 def mm(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x @ weight.T` computed in the product dtype."""
-    return F.linear(x.to(COMPUTE.dtype), weight.to(COMPUTE.dtype))
+    return functional.linear(x.to(COMPUTE.dtype), weight.to(COMPUTE.dtype))
 
 
 def matrix(rows: int, cols: int, gain: float = 1.0) -> nn.Linear:
@@ -63,8 +63,10 @@ class Depthwise(nn.Module):
     def forward(self, x_BTC: Tensor, dilation: int = 1) -> Tensor:
         """Return the convolution of `[B,T,C]`, zeros before the start."""
         taps, length = self.weight.shape[-1], x_BTC.shape[1]
-        padded = F.pad(x_BTC, (0, 0, (taps - 1) * dilation, 0))
-        return sum(padded[:, k * dilation : k * dilation + length] * self.weight[:, 0, k] for k in range(taps))
+        padded = functional.pad(x_BTC, (0, 0, (taps - 1) * dilation, 0))
+        return sum(
+            padded[:, k * dilation : k * dilation + length] * self.weight[:, 0, k] for k in range(taps)
+        )
 
 
 def znorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,12 +75,14 @@ def znorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight)
 
 
-def hc_read(r: Tensor, g: Tensor, down: Tensor, up: Tensor, inject: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Contract a stack `[N,C,H]` to `[N,H]` and return the write weights `[N,C]` (zero rows of `inject`: none)."""
+def hc_read(
+    r: Tensor, g: Tensor, down: Tensor, up: Tensor, inject: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Contract a stack `[N,C,H]` to `[N,H]`; also return the write weights `[N,C]` (none for a mixer)."""
     n, c, h = r.shape
     xn = (r * torch.rsqrt(r.square().mean(-1, keepdim=True) + eps) * (1 + g.view(c, h))).to(COMPUTE.dtype)
     low = mm(xn.view(n, c * h), torch.cat((down, inject))).float() / c
-    gate = torch.sigmoid(mm(F.silu(low[:, : down.shape[0]]), up).float()).view(n, c, h)
+    gate = torch.sigmoid(mm(functional.silu(low[:, : down.shape[0]]), up).float()).view(n, c, h)
     return (gate * xn.float()).mean(1), 2 * torch.sigmoid(low[:, down.shape[0] :])
 
 
@@ -116,7 +120,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         h = cfg["hidden_size"]
         self.nk, self.nv = cfg["linear_num_key_heads"], cfg["linear_num_value_heads"]
-        self.dk, self.dv, self.eps = cfg["linear_key_head_dim"], cfg["linear_value_head_dim"], cfg["rms_norm_eps"]
+        self.dk, self.dv, self.eps = (
+            cfg["linear_key_head_dim"],
+            cfg["linear_value_head_dim"],
+            cfg["rms_norm_eps"],
+        )
         kd, vd = self.nk * self.dk, self.nv * self.dv
         self.in_proj_qkv, self.in_proj_z = matrix(2 * kd + vd, h), matrix(vd, h)
         self.in_proj_a, self.in_proj_b = matrix(self.nv, h), matrix(self.nv, h)
@@ -130,10 +138,10 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B,T,H]` to `[B,T,H]` from an empty state."""
         b, t, _ = x.shape
-        u = F.silu(self.conv1d(mm(x, self.in_proj_qkv.weight).float()))
+        u = functional.silu(self.conv1d(mm(x, self.in_proj_qkv.weight).float()))
         q, k, v = u.split((self.nk * self.dk, self.nk * self.dk, self.nv * self.dv), -1)
         ab = mm(x, torch.cat((self.in_proj_a.weight, self.in_proj_b.weight))).float()
-        g = -self.A_log.exp() * F.softplus(ab[..., : self.nv] + self.dt_bias)
+        g = -self.A_log.exp() * functional.softplus(ab[..., : self.nv] + self.dt_bias)
         beta = torch.sigmoid(ab[..., self.nv :])
         q, k = (self._unit(z.reshape(b, t, self.nk, self.dk)) for z in (q, k))
         o = self._delta_rule(q / math.sqrt(self.dk), k, v.reshape(b, t, self.nv, self.dv), g, beta)
@@ -149,7 +157,7 @@ class GatedDeltaNet(nn.Module):
         pad, rep = -t % n, self.nv // self.nk
 
         def chunks(z: Tensor, heads: int) -> Tensor:
-            z = F.pad(z.reshape(b, t, heads, -1), (0, 0, 0, 0, 0, pad))
+            z = functional.pad(z.reshape(b, t, heads, -1), (0, 0, 0, 0, 0, pad))
             return z.view(b, -1, n, heads, z.shape[-1]).permute(1, 0, 3, 2, 4)  # [chunk, B, head, n, d]
 
         q, k = (chunks(z, self.nk).repeat_interleave(rep, 2) for z in (q, k))
@@ -190,7 +198,9 @@ def select_blocks(scores: Tensor, complete: Tensor, budget: int) -> Tensor:
     """Return the mask of the `budget` best complete blocks, ties to the smaller block.
 
     Args:
-        scores: `[B,T,NB]` float32; complete: `[T,NB]`; budget: number of blocks.
+        scores: `[B,T,NB]` float32.
+        complete: `[T,NB]`, which blocks the query may see.
+        budget: number of blocks.
     """
     if scores.shape[-1] <= budget:
         return complete.expand_as(scores)
@@ -202,13 +212,16 @@ def select_blocks(scores: Tensor, complete: Tensor, budget: int) -> Tensor:
 
 
 class SparseAttention(nn.Module):
-    """QSA: grouped-query attention over the blocks an indexer selects, plus the indexer's own training loss."""
+    """QSA: grouped-query attention over the blocks an indexer selects, plus the indexer's own loss."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__()
         h, self.eps = cfg["hidden_size"], cfg["rms_norm_eps"]
         self.nh, self.nk, self.d = cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"]
-        self.ratio, self.budget = cfg["indexer_compress_ratio"], cfg["indexer_budget"] // cfg["indexer_compress_ratio"]
+        self.ratio, self.budget = (
+            cfg["indexer_compress_ratio"],
+            cfg["indexer_budget"] // cfg["indexer_compress_ratio"],
+        )
         self.hi, self.di = cfg["indexer_n_heads"], cfg["indexer_head_dim"]
         rot = int(self.d * cfg["partial_rotary_factor"])
         theta = cfg["rope_parameters"]["rope_theta"]
@@ -254,7 +267,7 @@ class SparseAttention(nn.Module):
         if sparse and nb > self.budget:
             keep = select_blocks(scores.detach(), complete, self.budget).repeat_interleave(self.ratio, -1)
             tail = pos >= ((pos[:, None] + 1) // self.ratio) * self.ratio
-            keep = F.pad(keep, (0, t - nb * self.ratio)) | (tail & causal)
+            keep = functional.pad(keep, (0, t - nb * self.ratio)) | (tail & causal)
             probs = dense * keep.unsqueeze(1)
             probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-20)
         o = (probs.to(COMPUTE.dtype) @ v).transpose(1, 2).float() * torch.sigmoid(qg[..., 1, :].float())
@@ -291,15 +304,15 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(output [N,H], load-balance loss)`; `load` keeps the last share of rows per expert."""
         # Router products stay float32: its choices are discrete and it is small.
-        probs = torch.softmax(F.linear(x, self.gate.weight), -1)
+        probs = torch.softmax(functional.linear(x, self.gate.weight), -1)
         top, ids = probs.topk(self.k, -1)
         self.load = torch.bincount(ids.flatten(), minlength=self.e).float() / ids.numel()
         balance = self.e * (self.load * probs.mean(0)).sum()
         xc, exp, sh = x.to(COMPUTE.dtype), self.experts, self.shared_expert
         gate_up, down = exp.gate_up_proj.to(COMPUTE.dtype), exp.down_proj.to(COMPUTE.dtype)
         y = routed(xc, ids, top / top.sum(-1, keepdim=True), gate_up, down)
-        inner = F.silu(mm(xc, sh.gate_proj.weight)) * mm(xc, sh.up_proj.weight)
-        scale = torch.sigmoid(F.linear(x, self.shared_expert_gate.weight))
+        inner = functional.silu(mm(xc, sh.gate_proj.weight)) * mm(xc, sh.up_proj.weight)
+        scale = torch.sigmoid(functional.linear(x, self.shared_expert_gate.weight))
         return y + scale * mm(inner, sh.down_proj.weight).float(), balance
 
 
@@ -326,14 +339,16 @@ class NgramMemory(nn.Module):
         """Return table rows `[B,T,heads]`; a separator going backwards blanks itself and everything older."""
         emb, context, cut = self.ple_embedding, [tokens], torch.zeros_like(tokens, dtype=torch.bool)
         for s in range(1, self.n):
-            prev = F.pad(tokens, (s, 0), value=self.eos)[:, : tokens.shape[1]]
+            prev = functional.pad(tokens, (s, 0), value=self.eos)[:, : tokens.shape[1]]
             cut = cut | (prev == self.eos)
             context.append(torch.where(cut, self.eos, prev))
         out, acc = [], context[0] * emb.layer_multipliers[0]
         for order in range(1, self.n):
             acc = acc ^ (context[order] * emb.layer_multipliers[order])
             heads = slice((order - 1) * self.per, order * self.per)
-            out.append(acc.unsqueeze(-1) % emb.ngram_heads_vocab_sizes[heads] + emb.ngram_heads_offsets[heads])
+            out.append(
+                acc.unsqueeze(-1) % emb.ngram_heads_vocab_sizes[heads] + emb.ngram_heads_offsets[heads]
+            )
         return torch.cat(out, -1)
 
     def forward(self, r: Tensor, tokens: Tensor) -> Tensor:
@@ -347,4 +362,4 @@ class NgramMemory(nn.Module):
         s = s.sign() * s.abs().clamp_min(1e-6).sqrt()
         gated = torch.sigmoid(s).unsqueeze(-1) * mm(e, self.value_proj.weight).float().unsqueeze(1)
         normed = znorm(gated, self.norm_conv.weight.view(w), self.eps).view(b, t, -1)
-        return gated + F.silu(self.conv1d(normed, dilation=self.n)).view(-1, *w)
+        return gated + functional.silu(self.conv1d(normed, dilation=self.n)).view(-1, *w)

@@ -1,14 +1,15 @@
 """The whole demo network: trunk, final mixer, head and the multi-token-prediction module.
 
-Parameter names equal the official checkpoint's, except for the prefix `model.language_model.` of the trunk and the
-n-gram table, which is one matrix here and `split_ngram_parts` matrices on disk (`bench.demo.checkpoint`).
+Parameter names equal the official checkpoint's, except for the prefix `model.language_model.` of the trunk
+and the n-gram table, which is one matrix here and `split_ngram_parts` matrices on disk
+(`bench.demo.checkpoint`).
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .layers import (
     Config,
@@ -68,7 +69,7 @@ class MultiTokenPredictor(nn.Module):
         self.hyper_connection_mixer = HyperConnection(cfg, combine=False)
 
     def forward(self, r: Tensor, emb: Tensor, tokens: Tensor, sparse: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Run cells for stacks `r [N,C,H]`, embeddings `emb [N,H]` and ids `tokens [B,T]` of the next tokens."""
+        """Run cells for stacks `r [N,C,H]`; `emb [N,H]` and `tokens [B,T]` are those of the next tokens."""
         e = mm(znorm(emb, self.pre_fc_norm_embedding.weight, self.eps), self.fc_embedding.weight)
         hn = znorm(r.flatten(1), self.pre_fc_norm_hidden.weight, self.eps).view_as(r)
         x = (mm(hn, self.fc_hidden.weight) + e.unsqueeze(1)).float()
@@ -124,7 +125,7 @@ class DemoModel(nn.Module):
 
 def weighted_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean negative log-likelihood of `targets [N]` under `hidden [N,H]`."""
-    losses = F.cross_entropy(mm(hidden, head).float(), targets, reduction="none")
+    losses = functional.cross_entropy(mm(hidden, head).float(), targets, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp_min(1.0)
 
 

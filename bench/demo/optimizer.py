@@ -1,8 +1,8 @@
 """Muon for matrices of the layers, AdamW for everything else.
 
-Muon orthogonalises the momentum of a matrix with Newton-Schulz steps (Jordan et al., 2024) and scales it so that
-its entries have the root mean square of an Adam step.  Experts are batched: gate, up and down matrices of one
-expert share a shape.
+Muon orthogonalises the momentum of a matrix with Newton-Schulz steps (Jordan et al., 2024) and scales it so
+that its entries have the root mean square of an Adam step.  Experts are batched: gate, up and down matrices
+of one expert share a shape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from torch import Tensor, nn
 
 MUON_RMS = 0.2
 NEWTON_STEPS = 4
-ADAM_ONLY = ("embed_tokens", "lm_head", "ngram_embedding", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b",
-             "block_inject_weight", "indexer", "conv1d")
+ADAM_ONLY = (
+    "embed_tokens",
+    "lm_head",
+    "ngram_embedding",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "in_proj_a",
+    "in_proj_b",
+    "block_inject_weight",
+    "indexer",
+    "conv1d",
+)
 
 
 def newton_schulz(g: Tensor) -> Tensor:
@@ -71,7 +81,11 @@ class Optimizer:
         self.muon, self.muon_lr = Muon(matrices), muon_lr
         self.adam = torch.optim.AdamW(
             [{"params": tables, "base": 2 * adam_lr}, {"params": rest, "base": adam_lr}],
-            lr=adam_lr, betas=(0.9, 0.98), eps=1e-10, weight_decay=0.0, fused=True,
+            lr=adam_lr,
+            betas=(0.9, 0.98),
+            eps=1e-10,
+            weight_decay=0.0,
+            fused=True,
         )
 
     def step(self, scale: float) -> None:

@@ -87,7 +87,9 @@ class Oracle:
         q, k = np.repeat(q, nv // nk, 0), np.repeat(k, nv // nk, 0)
         beta = sigmoid(self.linear(p + ".in_proj_b", x))
         soft = np.logaddexp(0, self.linear(p + ".in_proj_a", x) + self.w[p + ".dt_bias"])
-        state = st.get("S", np.zeros((nv, dk, dv))) * np.exp(-np.exp(self.w[p + ".A_log"]) * soft)[:, None, None]
+        state = (
+            st.get("S", np.zeros((nv, dk, dv))) * np.exp(-np.exp(self.w[p + ".A_log"]) * soft)[:, None, None]
+        )
         delta = beta[:, None] * (v - np.einsum("hkv,hk->hv", state, k))
         st["S"] = state = state + k[:, :, None] * delta[:, None, :]
         o = np.einsum("hkv,hk->hv", state, q)
@@ -149,21 +151,27 @@ class Oracle:
         for previous in reversed(past):
             cut = cut or previous == eos
             context.append(eos if cut else previous)
-        st["ids"] = (past + [token])[1:]
-        mult, size, offset = (w[f"{e}.{z}"].tolist() for z in
-                              ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"))
+        st["ids"] = [*past[1:], token]
+        mult, size, offset = (
+            w[f"{e}.{z}"].tolist()
+            for z in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+        )
         per, rows, acc = c["heads_per_ngram"], [], context[0] * mult[0]
         for order in range(1, n):
             acc ^= context[order] * mult[order]
             rows += [acc % size[h] + offset[h] for h in range((order - 1) * per, order * per)]
         first = w[f"{e}.ngram_embedding.shard_0.weight"].shape[0]
-        emb = np.concatenate([w[f"{e}.ngram_embedding.shard_{row // first}.weight"][row % first] for row in rows])
+        emb = np.concatenate(
+            [w[f"{e}.ngram_embedding.shard_{row // first}.weight"][row % first] for row in rows]
+        )
         key = self.norm(self.linear(p + ".key_proj", emb).reshape(r.shape), p + ".norm_key")
         s = (key * self.norm(r, p + ".norm_query")).sum(-1) / math.sqrt(c["hidden_size"])
         s = np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))
         gated = sigmoid(s)[:, None] * self.linear(p + ".value_proj", emb)
         normed = self.norm(gated, p + ".norm_conv").reshape(-1)
-        window = np.vstack([st.get("N", np.zeros(((c["ple_conv_kernel_size"] - 1) * n, len(normed)))), normed])
+        window = np.vstack(
+            [st.get("N", np.zeros(((c["ple_conv_kernel_size"] - 1) * n, len(normed)))), normed]
+        )
         st["N"] = window[1:]
         return gated + silu((window[::n] * w[p + ".conv1d.weight"][:, 0].T).sum(0)).reshape(r.shape)
 
@@ -173,7 +181,11 @@ class Oracle:
             r = r + self.memory(p + ".ple", r, token, st)
         x, inject = self.read(p + ".attn_hyper_connection", r)
         is_linear = p + ".linear_attn.A_log" in self.w
-        y = self.delta_net(p + ".linear_attn", x, st) if is_linear else self.attention(p + ".self_attn", x, st, position)
+        y = (
+            self.delta_net(p + ".linear_attn", x, st)
+            if is_linear
+            else self.attention(p + ".self_attn", x, st, position)
+        )
         r = r + inject[:, None] * y
         x, inject = self.read(p + ".mlp_hyper_connection", r)
         return r + inject[:, None] * self.experts(p + ".mlp", x)

@@ -2,9 +2,9 @@
 
     python -m bench.demo.pack --source SCRATCH/hf --out mlx_flashnext/demo
 
-Runs in an environment with MLX (no torch).  Routed experts and the n-gram table are affine 4-bit, everything else
-that is a matrix 8-bit; group 64 where the input width allows, else 32.  Scales and biases are float32, because
-bfloat16 ones are about ten times slower on MLX's CPU backend.
+Runs in an environment with MLX (no torch).  Routed experts and the n-gram table are affine 4-bit,
+everything else that is a matrix 8-bit; group 64 where the input width allows, else 32.  Scales and biases
+are float32, because bfloat16 ones are about ten times slower on MLX's CPU backend.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m bench.demo.prepare --tokenizer SCRATCH/tokenizer --out SCRATCH/data --documents 150000
 
-Writes `train.npz` and `held.npz`: `tokens` (uint16, every document ends with the separator), `weights` (uint8, loss
-weight of each token times 10), `starts` (document offsets) and `genres`.  Also compares `corpus.render` with the
-shipped chat template on a few hundred documents.
+Writes `train.npz` and `held.npz`: `tokens` (uint16, every document ends with the separator), `weights`
+(uint8, loss weight of each token times 10), `starts` (document offsets) and `genres`.  Also compares
+`corpus.render` with the shipped chat template on a few hundred documents.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def encode(docs: list[Document], tok: Tokenizer) -> dict[str, np.ndarray]:
     if len(assistant) != 1:
         raise SystemExit(f"the role name must be one token, got {assistant}")
     tokens, weights, starts = [], [], [0]
-    for doc, coded in zip(docs, tok.encode_batch([d.text() for d in docs], add_special_tokens=False), strict=True):
+    for doc, coded in zip(
+        docs, tok.encode_batch([d.text() for d in docs], add_special_tokens=False), strict=True
+    ):
         row = np.array([*coded.ids, ids["<|endoftext|>"]], np.uint16)
         tokens.append(row)
-        weights.append(answer_weights(row, ids["<|im_start|>"], ids["<|im_end|>"], assistant[0], bool(doc.raw)))
+        weights.append(
+            answer_weights(row, ids["<|im_start|>"], ids["<|im_end|>"], assistant[0], bool(doc.raw))
+        )
         starts.append(starts[-1] + len(row))
     return {
         "tokens": np.concatenate(tokens),
@@ -101,9 +105,22 @@ def main() -> None:
         data = encode(part, tok)
         np.savez(args.out / f"{name}.npz", **data)
         lengths = np.diff(data["starts"])
-        shares = {g: round(float(lengths[data["genres"] == i].sum() / lengths.sum()), 3) for i, g in enumerate(GENRES)}
-        print(name, len(part), "documents", len(data["tokens"]), "tokens, mean", round(float(lengths.mean()), 1),
-              "longest", int(lengths.max()), "shares", shares)
+        shares = {
+            g: round(float(lengths[data["genres"] == i].sum() / lengths.sum()), 3)
+            for i, g in enumerate(GENRES)
+        }
+        print(
+            name,
+            len(part),
+            "documents",
+            len(data["tokens"]),
+            "tokens, mean",
+            round(float(lengths.mean()), 1),
+            "longest",
+            int(lengths.max()),
+            "shares",
+            shares,
+        )
     print(f"{time.time() - begin:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """Generate from a checkpoint in torch by plain recomputation (slow, needs no cache code).
 
-    python -m bench.demo.sample --official SCRATCH/hf [--pack DIR] [--thinking off] [--prompt "..."]
+python -m bench.demo.sample --official SCRATCH/hf [--pack DIR] [--thinking off] [--prompt "..."]
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ PROMPTS = [
 
 
 @torch.no_grad()
-def generate(model: net.DemoModel, prompts: list[list[int]], stop: set[int], limit: int, temperature: float,
-             seed: int) -> list[list[int]]:
-    """Continue every prompt until a stop token or `limit` new tokens; right padding is harmless (causal model)."""
+def generate(
+    model: net.DemoModel, prompts: list[list[int]], stop: set[int], limit: int, temperature: float, seed: int
+) -> list[list[int]]:
+    """Continue every prompt to a stop token or `limit` new ones; right padding cannot reach back."""
     rng = torch.Generator().manual_seed(seed)
     rows, done = [list(p) for p in prompts], [False] * len(prompts)
     for _ in range(limit):
@@ -73,9 +74,14 @@ def main() -> None:
     model = read_pack(args.pack) if args.pack else read_official(args.official)
     tail = "<|im_start|>assistant\n" + ("<think>\n" if args.thinking == "on" else "<think>\n\n</think>\n\n")
     asked = args.prompt or PROMPTS
-    prompts = [tok.encode(render([{"role": "user", "content": p}]) + tail, add_special_tokens=False).ids for p in asked]
+    prompts = [
+        tok.encode(render([{"role": "user", "content": p}]) + tail, add_special_tokens=False).ids
+        for p in asked
+    ]
     stop = {ids["<|im_end|>"], ids["<|endoftext|>"]}
-    for text, row in zip(asked, generate(model, prompts, stop, args.tokens, args.temperature, args.seed), strict=True):
+    for text, row in zip(
+        asked, generate(model, prompts, stop, args.tokens, args.temperature, args.seed), strict=True
+    ):
         print(f"### {text}\n{tok.decode(row, skip_special_tokens=False)}\n")
 
 

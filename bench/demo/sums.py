@@ -1,7 +1,7 @@
 """Worded sums of one to three steps: question, written-out reasoning and answer, from templates written here.
 
-Operands stay below 100.  Every operation is worked out digit by digit in the reasoning, in one fixed form, so a small
-model can learn the algorithm instead of a table.
+Operands stay below 100.  Every operation is worked out digit by digit in the reasoning, in one fixed form,
+so a small model can learn the algorithm instead of a table.
 """
 
 from __future__ import annotations
@@ -93,26 +93,46 @@ WORK = {"+": add, "-": subtract, "x": multiply, "/": divide}
 APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "x": lambda a, b: a * b, "/": lambda a, b: a // b}
 
 GAIN = [
-    "{P} buys {b} more.", "Then {p} finds {b} more.", "{M} gives {o} {b} more.", "Later {p} gets {b} more {it}.",
-    "{P} picks up {b} more {it}.", "Then {p} wins {b} more {it}.", "The next day {p} collects {b} more.",
+    "{P} buys {b} more.",
+    "Then {p} finds {b} more.",
+    "{M} gives {o} {b} more.",
+    "Later {p} gets {b} more {it}.",
+    "{P} picks up {b} more {it}.",
+    "Then {p} wins {b} more {it}.",
+    "The next day {p} collects {b} more.",
     "{G} brings {o} {b} {it}.",
 ]
 LOSS = [
-    "{P} gives {b} to {M}.", "Then {p} loses {b} of them.", "{P} sells {b}.", "{P} gives away {b} {it}.",
-    "Later {p} drops {b} of them.", "{M} borrows {b} {it}.", "Then {p} puts {b} {it} in a drawer for {M}.",
+    "{P} gives {b} to {M}.",
+    "Then {p} loses {b} of them.",
+    "{P} sells {b}.",
+    "{P} gives away {b} {it}.",
+    "Later {p} drops {b} of them.",
+    "{M} borrows {b} {it}.",
+    "Then {p} puts {b} {it} in a drawer for {M}.",
 ]
 EATEN = ["{P} eats {b}.", "{P} and {M} eat {b} of them.", "A dog eats {b} {it}."]
 START = [
-    "{N} has {a} {it}.", "{N} starts with {a} {it}.", "There are {a} {it} in {N}'s basket.",
-    "In the morning {N} has {a} {it}.", "{N} collects {a} {it}.", "{N} owns {a} {it}.", "{N} counts {a} {it} on the table.",
+    "{N} has {a} {it}.",
+    "{N} starts with {a} {it}.",
+    "There are {a} {it} in {N}'s basket.",
+    "In the morning {N} has {a} {it}.",
+    "{N} collects {a} {it}.",
+    "{N} owns {a} {it}.",
+    "{N} counts {a} {it} on the table.",
 ]
 GROUPS = ["bags", "boxes", "baskets", "jars", "shelves", "rows", "trays", "crates"]
 ASK = [
-    "How many {it} does {N} have now?", "How many {it} does {N} have?", "How many {it} are there in the end?",
+    "How many {it} does {N} have now?",
+    "How many {it} does {N} have?",
+    "How many {it} are there in the end?",
     "How many {it} are left with {N}?",
 ]
 FINAL = [
-    "{N} has {v} {it}.", "{N} has {v} {it} now.", "There are {v} {it}.", "So {N} ends up with {v} {it}.",
+    "{N} has {v} {it}.",
+    "{N} has {v} {it} now.",
+    "There are {v} {it}.",
+    "So {N} ends up with {v} {it}.",
 ]
 
 
@@ -120,8 +140,14 @@ def _fields(rng: random.Random) -> dict[str, str]:
     who, other, third = rng.sample(PEOPLE, 3)
     item = rng.choice(FOODS + THINGS)
     return {
-        "N": who.name, "p": who.subject, "P": who.subject.capitalize(), "o": who.object, "M": other.name,
-        "G": third.name, "it": plural(item), "one": item,
+        "N": who.name,
+        "p": who.subject,
+        "P": who.subject.capitalize(),
+        "o": who.object,
+        "M": other.name,
+        "G": third.name,
+        "it": plural(item),
+        "one": item,
     }
 
 
@@ -138,11 +164,16 @@ def chain(rng: random.Random, num_steps: int) -> Sum:
     value = rng.randint(2, 99)
     if rng.random() < 0.3:
         groups, each, kind = rng.randint(2, 9), rng.randint(2, 25), rng.choice(GROUPS)
-        text.append(rng.choice([
-            f"{f['N']} has {groups} {kind} with {each} {f['it']} each.",
-            f"There are {groups} {kind}. Each of them holds {each} {f['it']}. They belong to {f['N']}.",
-            f"{f['N']} fills {groups} {kind} with {each} {f['it']} in each.",
-        ]))
+        text.append(
+            rng.choice(
+                [
+                    f"{f['N']} has {groups} {kind} with {each} {f['it']} each.",
+                    f"There are {groups} {kind}. Each of them holds {each} {f['it']}. "
+                    f"They belong to {f['N']}.",
+                    f"{f['N']} fills {groups} {kind} with {each} {f['it']} in each.",
+                ]
+            )
+        )
         work, equation, value = _record(each, "x", groups)
         steps.append(work)
         equations.append(equation)
@@ -158,10 +189,18 @@ def chain(rng: random.Random, num_steps: int) -> Sum:
             work, equation, value = _record(value, "/", operand)
             steps.append(work)
             equations.append(equation)
-            question = " ".join(text) + " " + rng.choice([
-                f"{f['P']} shares all of them equally among {operand} friends. How many {f['it']} does each friend get?",
-                f"{f['P']} puts them into {operand} equal piles. How many {f['it']} are in each pile?",
-            ])
+            question = (
+                " ".join(text)
+                + " "
+                + rng.choice(
+                    [
+                        f"{f['P']} shares all of them equally among {operand} friends. "
+                        f"How many {f['it']} does each friend get?",
+                        f"{f['P']} puts them into {operand} equal piles. "
+                        f"How many {f['it']} are in each pile?",
+                    ]
+                )
+            )
             unit = "friend gets" if "friends" in question else "pile has"
             return Sum(question, steps, equations, f"Each {unit} {value} {f['it']}.", value)
         if op == "x":
@@ -193,7 +232,10 @@ def compare(rng: random.Random) -> Sum:
     a, b = rng.randint(2, 99), rng.randint(2, 99)
     kind = rng.randrange(4)
     if kind == 0:
-        text = f"{f['N']} has {a} {f['it']} and {f['M']} has {b} {f['it']}. How many {f['it']} do they have together?"
+        text = (
+            f"{f['N']} has {a} {f['it']} and {f['M']} has {b} {f['it']}. "
+            f"How many {f['it']} do they have together?"
+        )
         work, equation, value = _record(a, "+", b)
         return Sum(text, [work], [equation], f"Together they have {value} {f['it']}.", value)
     if kind == 1:
@@ -202,17 +244,26 @@ def compare(rng: random.Random) -> Sum:
         work, equation, value = _record(a, "-", b)
         return Sum(text, [work], [equation], f"{f['N']} has {value} more {f['it']} than {f['M']}.", value)
     if kind == 2:
-        text = (f"{f['N']} has {a} {f['it']}. {f['M']} has {b} more than {f['N']}. "
-                f"How many {f['it']} do they have together?")
+        text = (
+            f"{f['N']} has {a} {f['it']}. {f['M']} has {b} more than {f['N']}. "
+            f"How many {f['it']} do they have together?"
+        )
         work, equation, other = _record(a, "+", b)
         work2, equation2, value = _record(a, "+", other)
-        return Sum(text, [f"{f['M']}: {work}", f"Together: {work2}"], [equation, equation2],
-                   f"Together they have {value} {f['it']}.", value)
+        return Sum(
+            text,
+            [f"{f['M']}: {work}", f"Together: {work2}"],
+            [equation, equation2],
+            f"Together they have {value} {f['it']}.",
+            value,
+        )
     total = rng.randint(20, 99)
     first = rng.randint(2, total - 5)
     second = rng.randint(1, total - first - 1)
-    text = (f"A book has {total} pages. {f['N']} reads {first} pages on Monday and {second} pages on Tuesday. "
-            "How many pages are left?")
+    text = (
+        f"A book has {total} pages. {f['N']} reads {first} pages on Monday and {second} pages on Tuesday. "
+        "How many pages are left?"
+    )
     work, equation, rest = _record(total, "-", first)
     work2, equation2, value = _record(rest, "-", second)
     return Sum(text, [work, work2], [equation, equation2], f"There are {value} pages left.", value)
@@ -226,11 +277,22 @@ def bare(rng: random.Random) -> Sum:
         a, b = max(a, b), min(a, b)
     if op == "x":
         b = rng.randint(2, 9)
-    words = {"+": ("plus", "Add {a} and {b}."), "-": ("minus", "Subtract {b} from {a}."),
-             "x": ("times", "Multiply {a} by {b}.")}
+    words = {
+        "+": ("plus", "Add {a} and {b}."),
+        "-": ("minus", "Subtract {b} from {a}."),
+        "x": ("times", "Multiply {a} by {b}."),
+    }
     work, equation, value = _record(a, op, b)
-    text = rng.choice([f"What is {a} {op} {b}?", f"What is {a} {words[op][0]} {b}?", f"{a} {op} {b} = ?",
-                       words[op][1].format(a=a, b=b), f"How much is {a} {op} {b}?", f"Calculate {a} {op} {b}."])
+    text = rng.choice(
+        [
+            f"What is {a} {op} {b}?",
+            f"What is {a} {words[op][0]} {b}?",
+            f"{a} {op} {b} = ?",
+            words[op][1].format(a=a, b=b),
+            f"How much is {a} {op} {b}?",
+            f"Calculate {a} {op} {b}.",
+        ]
+    )
     return Sum(text, [work], [equation], rng.choice([f"{a} {op} {b} = {value}.", f"It is {value}."]), value)
 
 

@@ -2,7 +2,8 @@
 
     python -m bench.demo.tokenizer --out SCRATCH/tokenizer
 
-Digits are always single tokens; added tokens follow the byte-pair entries so that their ids are the highest used.
+Digits are always single tokens; added tokens follow the byte-pair entries so that their ids are the highest
+used.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def sample_texts(num_documents: int, seed: int) -> Iterator[str]:
 def train(num_documents: int, seed: int) -> Tokenizer:
     """Return a tokenizer of at most `VOCAB_SIZE` entries."""
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(ADDED_TOKENS),

@@ -1,13 +1,13 @@
 """Train the demo model; `--processes 2` shares every batch between two single-thread processes.
 
-Threads lose on products this small.  Two processes are the faster way on idle cores; on cores shared with other work
-their lock step costs more than it gains, and one process is the better choice.
+Threads lose on products this small.  Two processes are the faster way on idle cores; on cores shared with
+other work their lock step costs more than it gains, and one process is the better choice.
 
     python -m bench.demo.train --work SCRATCH --steps 1000 --length 256 --rows 8
     python -m bench.demo.train --work SCRATCH --steps 2000 --length 512 --rows 4 --decay-from 1200 --resume
 
-Reads `SCRATCH/tokenizer` and `SCRATCH/data`, writes `SCRATCH/run/{checkpoint.pt,log.csv}`.  Everything is seeded by
-the step number, so a resumed run sees the batches an uninterrupted one would have seen.
+Reads `SCRATCH/tokenizer` and `SCRATCH/data`, writes `SCRATCH/run/{checkpoint.pt,log.csv}`.  Everything is
+seeded by the step number, so a resumed run sees the batches an uninterrupted one would have seen.
 """
 
 from __future__ import annotations
@@ -38,26 +38,40 @@ BALANCE_WEIGHT, INDEX_WEIGHT = 0.01, 0.5
 def compile_parts() -> None:
     """Compile the element-wise heavy parts.
 
-    Not the attention: torch 2.13 compiles the indexer's backward to NaN on this CPU.  Not the experts: they sort.
+    Not the attention: torch 2.13 compiles the indexer's backward to NaN on this CPU.  Not the experts: they
+    sort.
     """
     torch._dynamo.config.recompile_limit = 64
-    for owner, name in ((layers, "hc_read"), (net, "hc_write"), (net, "weighted_cross_entropy"),
-                        (layers.GatedDeltaNet, "forward"), (layers.NgramMemory, "forward")):
+    for owner, name in (
+        (layers, "hc_read"),
+        (net, "hc_write"),
+        (net, "weighted_cross_entropy"),
+        (layers.GatedDeltaNet, "forward"),
+        (layers.NgramMemory, "forward"),
+    ):
         setattr(owner, name, torch.compile(getattr(owner, name), dynamic=False))
 
 
-def losses(model: net.DemoModel, batch: Tensor, weights: Tensor, with_mtp: bool, sparse: bool) -> dict[str, Tensor]:
-    """Return the parts of the loss for rows `[B,T+2]` (two extra tokens are the targets of the last cells)."""
+def losses(
+    model: net.DemoModel, batch: Tensor, weights: Tensor, with_mtp: bool, sparse: bool
+) -> dict[str, Tensor]:
+    """Return the parts of the loss for rows `[B,T+2]`; the two extra tokens are the last cells' targets."""
     t = batch.shape[1] - 2
     tokens = batch[:, :t]
     hidden, r, balance, index = model.trunk(tokens, sparse)
     head = model.lm_head.weight
-    out = {"loss": net.weighted_cross_entropy(hidden, head, batch[:, 1 : t + 1].flatten(), weights[:, 1 : t + 1].flatten())}
+    out = {
+        "loss": net.weighted_cross_entropy(
+            hidden, head, batch[:, 1 : t + 1].flatten(), weights[:, 1 : t + 1].flatten()
+        )
+    }
     if with_mtp:
         nxt = batch[:, 1 : t + 1]
         emb = model.embed_tokens(nxt).flatten(0, 1)
         hidden, bal, idx = model.mtp(r, emb, nxt, sparse)
-        out["mtp"] = net.weighted_cross_entropy(hidden, head, batch[:, 2:].flatten(), weights[:, 2:].flatten())
+        out["mtp"] = net.weighted_cross_entropy(
+            hidden, head, batch[:, 2:].flatten(), weights[:, 2:].flatten()
+        )
         balance, index = balance + bal, index + idx
     out["balance"], out["index"] = balance, index
     return out
@@ -102,7 +116,10 @@ def worker(rank: int, world: int, args: argparse.Namespace) -> None:
     rows = Rows(load(args.work / "data" / "train.npz"), args.length + 2, args.seed)
     begin, history = time.time(), []
     if rank == 0:
-        print(f"{net.count_parameters(model)} parameters, {len(rows)} rows of {args.length}, from step {start}", flush=True)
+        print(
+            f"{net.count_parameters(model)} parameters, {len(rows)} rows of {args.length}, from step {start}",
+            flush=True,
+        )
     for step in range(start, args.steps):
         batch, weights = rows.batch(step * world + rank, args.rows)
         parts = losses(model, batch, weights, step % MTP_EVERY == 0, step >= args.sparse_from)
@@ -129,12 +146,29 @@ def worker(rank: int, world: int, args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def report(path: pathlib.Path, step: int, history: list[dict[str, float]], seconds: float, scale: float, norm: float,
-           args: argparse.Namespace, world: int) -> None:
+def report(
+    path: pathlib.Path,
+    step: int,
+    history: list[dict[str, float]],
+    seconds: float,
+    scale: float,
+    norm: float,
+    args: argparse.Namespace,
+    world: int,
+) -> None:
     """Append one line of means to the log and print it."""
-    mean = {k: float(np.mean([h[k] for h in history if k in h] or [float("nan")])) for k in ("loss", "mtp", "balance", "index")}
-    row = {"step": step, "tokens": args.length * args.rows * world, "seconds": round(seconds, 1), "rate": round(scale, 4),
-           "grad_norm": round(norm, 3), **{k: round(v, 4) for k, v in mean.items()}}
+    mean = {
+        k: float(np.mean([h[k] for h in history if k in h] or [float("nan")]))
+        for k in ("loss", "mtp", "balance", "index")
+    }
+    row = {
+        "step": step,
+        "tokens": args.length * args.rows * world,
+        "seconds": round(seconds, 1),
+        "rate": round(scale, 4),
+        "grad_norm": round(norm, 3),
+        **{k: round(v, 4) for k, v in mean.items()},
+    }
     is_new = not path.exists()
     with path.open("a", newline="") as f:
         writer = csv.DictWriter(f, row)
@@ -151,7 +185,9 @@ def main() -> None:
     ap.add_argument("--steps", type=int, required=True, help="last step of this run")
     ap.add_argument("--length", type=int, default=256)
     ap.add_argument("--rows", type=int, default=8, help="rows per process and step")
-    ap.add_argument("--decay-from", type=int, default=0, help="step at which the rate starts to fall (0: never)")
+    ap.add_argument(
+        "--decay-from", type=int, default=0, help="step at which the rate starts to fall (0: never)"
+    )
     ap.add_argument("--sparse-from", type=int, default=300, help="first step with hard block selection")
     ap.add_argument("--muon-lr", type=float, default=6e-3)
     ap.add_argument("--adam-lr", type=float, default=3e-3)
@@ -161,7 +197,9 @@ def main() -> None:
     ap.add_argument("--port", type=int, default=29531)
     ap.add_argument("--log-every", type=int, default=10)
     ap.add_argument("--save-every", type=int, default=50)
-    ap.add_argument("--eager", action="store_true", help="skip compilation (about 1.6 times slower, no warm-up)")
+    ap.add_argument(
+        "--eager", action="store_true", help="skip compilation (about 1.6 times slower, no warm-up)"
+    )
     ap.add_argument("--resume", action="store_true")
     args = ap.parse_args()
     if args.processes == 1:
