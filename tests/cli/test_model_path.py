@@ -73,7 +73,7 @@ def test_a_directory_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("org/nam", "No such model on this machine: org/nam", "did you mean org/name?"),
+        ("org/names", "No such model on this machine: org/names", "did you mean org/name?"),
         ("other/thing", "No such model", "hf download other/thing"),
         ("./missing", "No such model", "directory"),
         ("/missing/too", "No such model", "directory"),

@@ -147,7 +147,7 @@ def test_output_is_utf8_whatever_the_locale(spawn):
     process = spawn(
         Script(["</think>\u20ac \U0001f600<|im_end|>"]),
         "run",
-        "caf\u00e9",
+        "\u00e9t\u00e9",
         env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
     )
     stdout, stderr = finish(process)
