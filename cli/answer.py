@@ -178,20 +178,24 @@ def opened(
     def progress(stage: str, done: int, total: int) -> None:
         console.progress(f"loading {stage}", done, total, is_bytes=total > 1 << 20)
 
-    engine = services.open_engine(model.directory, plan_request(memory), progress)
+    engine = services.open_engine(model.directory, plan_request(memory, model), progress)
     console.end_progress()
     with closing(engine):
         yield engine
 
 
-def plan_request(memory: MemoryOptions) -> "PlanRequest":
-    """Return what the memory flags ask of the plan."""
+def plan_request(memory: MemoryOptions, model: FoundModel) -> "PlanRequest":
+    """Return what the memory flags ask of the plan; the demo streams unless a flag says otherwise."""
+    from mlx_flashnext.demo import DEMO_SLOTS
     from mlx_flashnext.engine.plan import PlanRequest
 
+    slots = memory.slots
+    if model.is_demo and slots is None and memory.memory is None:
+        slots = DEMO_SLOTS
     return PlanRequest(
         memory_bytes=memory.memory,
         context_tokens=memory.ctx_size,
-        slots_per_layer=memory.slots,
+        slots_per_layer=slots,
         prefill_step=memory.prefill_step_size,
         policy=memory.policy,
         num_readers=memory.readers,

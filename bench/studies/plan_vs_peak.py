@@ -85,15 +85,9 @@ def main() -> None:
         tokens=options.tokens,
         context=options.context,
     )
-    share = found["peak_bytes"] / found["plan_bytes"]
-    print(
-        f"plan {found['plan_bytes'] / MIB:.0f} MiB, peak {found['peak_bytes'] / MIB:.0f} MiB: {share:.3f} of
-        the plan"
-    )
-    print(
-        f"bound {found['allowed_bytes'] / MIB:.0f} MiB: {'kept' if found['peak_bytes'] <=
-        found['allowed_bytes'] else 'BROKEN'}"
-    )
+    plan, peak, bound = (found[name] / MIB for name in ("plan_bytes", "peak_bytes", "allowed_bytes"))
+    print(f"plan {plan:.0f} MiB, peak {peak:.0f} MiB: {peak / plan:.3f} of the plan")
+    print(f"bound {bound:.0f} MiB: {'kept' if peak <= bound else 'BROKEN'}")
     print(json.dumps(found))
 
 

@@ -30,7 +30,7 @@ def plan(
     """
     services: Services = context.obj
     found = chosen_model(target, model.model)
-    planned = services.make_plan(found.directory, plan_request(memory))
+    planned = services.make_plan(found.directory, plan_request(memory, found))
     if json:
         console.document(_report(found, planned))
         return OK

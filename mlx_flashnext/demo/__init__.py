@@ -2,6 +2,9 @@
 
 import pathlib
 
+# Three eighths of its experts: the demo would fit whole, and then nothing would be streamed to look at.
+DEMO_SLOTS = 24
+
 
 def demo_dir() -> pathlib.Path:
     """Return the folder that holds the demo model's files."""

@@ -1,4 +1,4 @@
-"""Faults below a running answer: it stops with the place named, nothing is substituted, the next one is right."""
+"""Faults below a running answer: it stops and names the place, nothing is substituted, the next is right."""
 
 import os
 import threading
@@ -76,8 +76,8 @@ def test_a_read_that_fails_stops_the_answer_and_the_next_one_is_right(
         assert seen == answer[: len(seen)]
         assert session.tokens == ()
         switch.is_on = False
-        again = [e.token_id for e in session.generate(prompt_of(16), GREEDY, max_tokens=12) if isinstance(e, Token)]
-        assert again == answer
+        events = session.generate(prompt_of(16), GREEDY, max_tokens=12)
+        assert [event.token_id for event in events if isinstance(event, Token)] == answer
 
 
 def test_an_error_names_layer_expert_file_and_offset(tiny_dir: Path) -> None:
