@@ -1,11 +1,11 @@
 """Does the store cost bandwidth? Random records through the store against a bare preadv loop, same threads.
 
 Both move the same records, in the same order, with the same reads, into the same memory. The bare loop is
-the bound: threads that take the next number and read, with no tickets, slots, pins or statistics. The store is
-asked layer by layer, ten distinct experts each, with the next layers asked for before the first is waited
-for, so that its queue does not run dry; one layer at a time, as an exact decode asks, is printed too. A/B/B/A;
-the ratio is the median over rounds and is quoted with its spread, processor time per record beside it: on a
-machine that others use at the same time that is the steadier of the two.
+the bound: threads that take the next number and read, with no tickets, slots, pins or statistics. The store
+is asked layer by layer, ten distinct experts each, with the next layers asked for before the first is
+waited for, so that its queue does not run dry; one layer at a time, as an exact decode asks, is printed
+too. A/B/B/A; the ratio is the median over rounds and is quoted with its spread, processor time per record
+beside it: on a machine that others use at the same time that is the steadier of the two.
 
 By default the file is dropped from the page cache before every run, so that the drive is what is measured.
 With --warm a record is a copy in memory and the processor is: the harshest case for the store.

@@ -5,7 +5,8 @@
 Threads ask for random experts of two layers of different record size, compare every byte on arrival and
 again before release, give up some requests half-way, and survive planted read errors; another gathers rows;
 the main thread evaluates MLX graphs over leased slots and synchronises, which once held the GIL while a
-reader needed it (FIELD P09). A watchdog dumps every stack and ends the process if nothing moves. CI runs 20 s.
+reader needed it (FIELD P09). A watchdog dumps every stack and ends the process if nothing moves. CI runs 20
+s.
 """
 
 import argparse

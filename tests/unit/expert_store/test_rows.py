@@ -1,6 +1,7 @@
 """Rows: exact, early, each read once, never a byte beyond."""
 
 import errno
+import threading
 
 import pytest
 from hypothesis import given
@@ -151,12 +152,19 @@ def test_a_buffer_is_not_filled_again_while_it_is_being_written():
         return held[0]
 
     rig = Rig(wrap=hold, reader=ThreadReader(2), num_buffers=1)
-    rig.table.gather([1])
+    first = rig.table.gather([1])
     held[0].wait_held(1)
+    second = []
+    other = threading.Thread(target=lambda: second.append(rig.table.gather([2])))
+    other.start()
+    while other.is_alive() and not first._completion.is_waited_for:
+        pass
+    assert not second  # it waits for the first batch, although a reader is free
+    assert len(rig.counting.reads) == 1
     held[0].release_all()
-    second = rig.table.gather([2])  # waits for the first
-    second.wait(30)
-    rig.check(second, [2])
+    other.join(30)
+    second[0].wait(30)
+    rig.check(second[0], [2])
     rig.table.close()
 
 
