@@ -5,12 +5,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from expert_store.errors import RecordCorrupt, SourceChanged, SourceFailed, StoreError, WorkerDied
 from expert_store.source import ByteSource
 from expert_store.testing import CountingSource, FaultySource, ThrottledSource
 from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.errors import BudgetTooSmall
 from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import SamplingParams
@@ -194,3 +196,49 @@ def test_a_failure_while_opening_leaves_no_thread_behind(tiny_dir: Path) -> None
     with pytest.raises(StoreError, match="Input/output error"):
         Engine.open(tiny_dir, REQUEST, wrap_source=lambda source: FaultySource(source, fault))
     assert threading.active_count() == before
+
+
+def test_a_store_that_cannot_read_is_an_error_not_a_resident_model(tmp_path: Path) -> None:
+    """P12: when the backing files fail, nothing falls back to holding all experts in memory."""
+    directory = build_mlx(tmp_path / "tiny")
+
+    def refuse(number: int, file: int, offset: int, wanted: int) -> Fault:
+        return SourceFailed("Permission denied", hint="check the drive")
+
+    with pytest.raises(SourceFailed, match="Permission denied"):
+        Engine.open(directory, REQUEST, wrap_source=lambda source: FaultySource(source, refuse))
+
+    switch = Switch(lambda: OSError(13, "Permission denied"))
+    with Engine.open(directory, REQUEST, wrap_source=lambda source: FaultySource(source, switch)) as engine:
+        switch.is_on = True
+        before = mx.get_active_memory()
+        with pytest.raises(SourceFailed, match="Permission denied"):
+            greedy(engine, prompt_of(16), 2)
+        assert mx.get_active_memory() - before < 1 << 20
+        assert sum(layer.num_resident for layer in engine.target.store.statistics().layers) == 0
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated_or_read(tiny_dir: Path) -> None:
+    def untouchable(source: ByteSource) -> ByteSource:
+        raise AssertionError("a source was made for a plan that does not fit")
+
+    before, threads = mx.get_active_memory(), threading.active_count()
+    with pytest.raises(BudgetTooSmall):
+        Engine.open(tiny_dir, PlanRequest(memory_bytes=1 << 20), wrap_source=untouchable)
+    assert mx.get_active_memory() == before
+    assert threading.active_count() == threads
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs the kernel's own counters")
+def test_decoding_writes_not_one_byte(tiny_dir: Path) -> None:
+    def written() -> int:
+        counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counters["wchar"])
+
+    with Engine.open(tiny_dir, REQUEST) as engine:
+        events = engine.session().generate(prompt_of(16), GREEDY, max_tokens=40)
+        next(event for event in events if isinstance(event, Token))
+        before = written()
+        num_tokens = sum(isinstance(event, Token) for event in events)
+        assert written() == before
+    assert num_tokens == 39

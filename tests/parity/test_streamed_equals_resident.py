@@ -86,17 +86,27 @@ def test_every_block_length_with_the_fewest_slots(checkpoint_dir: Path, referenc
             assert mx.array_equal(got, logits), f"block={block}"
 
 
-def test_a_block_wider_than_the_slots_reads_every_record_once(checkpoint_dir: Path) -> None:
-    """P07: prefill reads the routed union, not more."""
+def test_a_block_wider_than_the_slots_reads_the_routed_union_and_nothing_else(
+    checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P07: prefill reads each routed record once, not twice, and none that was not routed."""
+    routed: dict[int, set[int]] = {}
+    honest = StreamedExperts.run
+
+    def noted(self: StreamedExperts, layer: int, x_TD: mx.array, ids_TK: list[list[int]]) -> mx.array:
+        routed.setdefault(layer, set()).update(expert for row in ids_TK for expert in row)
+        return honest(self, layer, x_TD, ids_TK)
+
+    monkeypatch.setattr(StreamedExperts, "run", noted)
     tokens = prompt_of(40)
     with open_tiny(checkpoint_dir, slots=TOP_K) as engine:
-        model, store = engine.target.model, engine.target.store
-        before = store.statistics()
-        run(model, tokens, len(tokens), engine.target.experts)
-        after = store.statistics()
-    records = after.num_misses - before.num_misses
-    layers = engine.config.num_hidden_layers
-    assert TOP_K * layers < records <= EXPERTS * layers
+        run(engine.target.model, tokens, len(tokens), engine.target.experts)
+        statistics = engine.target.store.statistics()
+        record = engine.checkpoint.experts[0].record.record_bytes
+    union = sum(len(experts) for experts in routed.values())
+    assert any(len(experts) > TOP_K for experts in routed.values())
+    assert statistics.num_misses == union
+    assert statistics.physical_bytes == union * record
 
 
 def test_resident_experts_equal_the_independent_reference(checkpoint_dir: Path, reference: Reference) -> None:
