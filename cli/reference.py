@@ -13,6 +13,7 @@ import typer.main
 
 from cli.errors import __doc__ as errors_page
 from cli.help import WIDEST
+from cli.settings import __doc__ as settings_page
 from cli.tree import app
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "CLI.md"
@@ -29,9 +30,14 @@ def render_reference() -> str:
             if not command.hidden:
                 inner = command.make_context(name, [], parent=context, resilient_parsing=True)
                 parts += [f"## flashnext {name}", f"```text\n{command.get_help(inner).strip()}\n```"]
-    table = (errors_page or "").partition("\n\n")[2].rstrip()
-    parts += ["## Exit codes", f"```text\n{table}\n```"]
+    parts += ["## Environment", f"```text\n{_table(settings_page)}\n```"]
+    parts += ["## Exit codes", f"```text\n{_table(errors_page)}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def _table(page: str | None) -> str:
+    """Return the paragraph after the first one."""
+    return (page or "").split("\n\n")[1].rstrip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,16 @@
 """What people can set without a flag: environment variables, read here and nowhere else.
 
-Order of a value: flag, then variable, then default. Hub locations are Hugging Face's own variables, so
-that users' caches are found where they already are.
+variable                meaning
+FLASHNEXT_MODEL         as --model
+FLASHNEXT_MEMORY        as --memory
+FLASHNEXT_NO_PROGRESS   as --no-progress
+NO_COLOR                as --no-color
+FORCE_COLOR             colour even in a pipe or a file, unless NO_COLOR is set
+TERM=dumb               no progress lines; no colour, unless FORCE_COLOR is set
+HF_HUB_CACHE, HF_HOME   where the local Hugging Face cache is
+
+A flag goes before its variable. Hub locations are Hugging Face's own variables, so that users' caches
+are found where they already are.
 """
 
 import os
