@@ -39,6 +39,7 @@ class RowBuffer:
     def __init__(self, shape: tuple[int, ...], axis: int, dtype: mx.Dtype, growth: int) -> None:
         self.array = mx.zeros(shape, dtype)
         self._axis = axis
+        self._before = (slice(None),) * axis
         self._growth = growth
 
     def write(self, rows: mx.array, start: int) -> mx.array:
@@ -52,8 +53,7 @@ class RowBuffer:
         end = start + rows.shape[self._axis]
         if end > self.array.shape[self._axis]:
             self._grow(end)
-        rows = rows.astype(self.array.dtype)
-        self.array = mx.slice_update(self.array, rows, mx.array([start]), axes=[self._axis])
+        self.array[(*self._before, slice(start, end))] = rows.astype(self.array.dtype)
         return self.array
 
     def first(self, count: int) -> mx.array:

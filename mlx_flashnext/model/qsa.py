@@ -164,10 +164,8 @@ class SparseAttention:
         blocks_Rk = select_top(scores_RB, config.num_select_blocks)
         within_r = mx.arange(ratio)
         chosen_RA = (blocks_Rk[..., None] * ratio + within_r).reshape(R, -1)
-        tail_Rr = done_R1 * ratio + within_r
-        tokens_RA = mx.concatenate([chosen_RA, mx.minimum(tail_Rr, seen_R1 - 1)], axis=1)
-        is_seen_RA = mx.concatenate([mx.ones(chosen_RA.shape, mx.bool_), tail_Rr < seen_R1], axis=1)
-        return tokens_RA, is_seen_RA
+        tokens_RA = mx.concatenate([chosen_RA, done_R1 * ratio + within_r], axis=1)
+        return mx.minimum(tokens_RA, seen_R1 - 1), tokens_RA < seen_R1
 
     def _attend_to(
         self,
