@@ -13,7 +13,13 @@ from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
 from mlx_flashnext.experts import NUM_ROW_BUFFERS
-from mlx_flashnext.geometry import FLOAT32_BYTES, forward_workspace_bytes, state_bytes
+from mlx_flashnext.geometry import (
+    FLOAT32_BYTES,
+    buffer_rows,
+    forward_workspace_bytes,
+    qsa_layer_bytes,
+    state_bytes,
+)
 from mlx_flashnext.model.quant import WIDEN_PAIRS
 from mlx_flashnext.weights import STAGING_BYTES
 
@@ -211,6 +217,10 @@ class _Sizes:
         self._widened_per_slot = max(_widened_per_slot(layout, self._itemsize) for layout in layouts)
         self._widened_pairs = max(_widened_pairs_bytes(layout, self._itemsize) for layout in layouts)
 
+    def _state(self, context: int) -> int:
+        growing = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
+        return state_bytes(self._config, context, self._itemsize).total + growing
+
     def _workspace(self, context: int) -> int:
         config = self._config
         forward = forward_workspace_bytes(config, self.prefill_step, context, self._itemsize)
@@ -235,8 +245,8 @@ class _Sizes:
             ),
             PlanLine(
                 "state",
-                state_bytes(config, context, self._itemsize).total,
-                f"keys, values, recurrence for {context} tokens",
+                self._state(context),
+                f"keys, values, recurrence for {context} tokens; one layer twice, while it grows",
             ),
             PlanLine("snapshots", 0, "none are kept"),
             PlanLine(
@@ -284,9 +294,9 @@ class _Sizes:
 
 def _widened_per_slot(layout: ExpertLayout, itemsize: int) -> int:
     """Return the temporary bytes per slot that MLX takes to bring a layer's scales to the compute type."""
-    if itemsize == 2:
-        return 0
-    narrow = (part for part in layout.components if part.dtype in ("BF16", "F16") and _is_scale(part))
+    # With scales in float32, MLX widens the activations instead; float16 and bfloat16 meet in float32.
+    mixed = ("F16",) if itemsize == 2 else ("BF16", "F16")
+    narrow = (part for part in layout.components if part.dtype in mixed and _is_scale(part))
     return sum(FLOAT32_BYTES * math.prod(part.shape) for part in narrow)
 
 

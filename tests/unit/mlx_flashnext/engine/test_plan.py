@@ -1,5 +1,6 @@
 """The plan: sums, monotonicity, refusal before allocation, on machines that are not here (I6)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB
 from mlx_flashnext.engine.plan import PlanRequest, make_plan
+from mlx_flashnext.geometry import qsa_layer_bytes, state_bytes
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux, mac
 
@@ -129,3 +131,29 @@ def test_every_flag_shows_in_the_effective_plan(tiny: Checkpoint) -> None:
     assert plan["prefill_step"] == 64
     assert plan["policy"] == "lru"
     assert plan["num_readers"] == 3
+
+
+def test_scales_of_a_third_type_are_widened_on_a_mac_too(tiny: Checkpoint) -> None:
+    # float16 and bfloat16 meet in float32; bfloat16 scales and float32 scales cost nothing there.
+    def widened(dtype: str) -> int:
+        layouts = {
+            layer: replace(
+                layout,
+                components=tuple(
+                    replace(part, dtype=dtype) if part.dtype == "F32" else part for part in layout.components
+                ),
+            )
+            for layer, layout in tiny.experts.items()
+        }
+        plan = make_plan(replace(tiny, experts=layouts), mac(16), PlanRequest(slots_per_layer=8))
+        return sum(line.bytes for line in plan.lines if line.name == "widening")
+
+    assert (widened("F32"), widened("BF16")) == (0, 0)
+    assert widened("F16") > 0
+
+
+def test_the_state_leaves_room_for_a_layer_that_is_being_copied(real: Checkpoint) -> None:
+    plan = make_plan(real, mac(64), PlanRequest(context_tokens=100_000))
+    state = next(line.bytes for line in plan.lines if line.name == "state")
+    one_layer = qsa_layer_bytes(real.config, 100_096, 2)
+    assert state == state_bytes(real.config, 100_000, 2).total + one_layer
