@@ -20,11 +20,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from mlx_flashnext.config_fields import Fields
 from mlx_flashnext.errors import UnsupportedCheckpoint
 from mlx_flashnext.ngram import NgramConstants, ngram_constants
+from mlx_flashnext.regular_file import read_regular
 
 LayerKind = Literal["gdn", "qsa"]
 
@@ -36,8 +37,10 @@ LAYER_KINDS: Mapping[str, LayerKind] = {
     "qwen_sparse_attention": "qsa",
 }
 QUANT_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-DEFAULT_SEED = 1234
+DEFAULT_SEED, MAX_SEED = 1234, (1 << 64) - 1
 DEFAULT_NORM_TOPK_PROB = True
+# Bounds the search for primes: the real model has 16 heads of 3-grams.
+MAX_NGRAM_SIZE, MAX_NGRAM_HEADS = 64, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +180,39 @@ def read_config(directory: Path) -> ModelConfig:
     Raises:
         UnsupportedCheckpoint: The file is absent, is not JSON, or describes something not implemented.
     """
+    return ModelConfig.from_dict(parse_config(read_config_file(directory), directory))
+
+
+def read_config_file(directory: Path) -> bytes:
+    """Return the bytes of `config.json`.
+
+    Raises:
+        UnsupportedCheckpoint: The file is absent or cannot be read.
+    """
     path = directory / "config.json"
     try:
-        data = json.loads(path.read_bytes())
+        return read_regular(path)
     except FileNotFoundError:
         raise UnsupportedCheckpoint(
             f"No config.json in {directory}",
             hint="give the directory that holds the checkpoint's config.json",
         ) from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise UnsupportedCheckpoint(
+            f"Cannot read {path}: {error.strerror}", hint="download the checkpoint again"
+        ) from None
+
+
+def parse_config(raw: bytes, directory: Path) -> Mapping[str, object]:
+    """Return the object in the bytes of a `config.json`.
+
+    Raises:
+        UnsupportedCheckpoint: They are not JSON, or hold something else than an object.
+    """
+    path = directory / "config.json"
+    try:
+        data: object = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(
             f"Cannot read {path}: {error}", hint="download the checkpoint again"
         ) from None
@@ -193,7 +220,7 @@ def read_config(directory: Path) -> ModelConfig:
         raise UnsupportedCheckpoint(
             f"{path} holds a {type(data).__name__}, not an object", hint="download it again"
         )
-    return ModelConfig.from_dict(data)
+    return cast("Mapping[str, object]", data)
 
 
 def _parse(text: Fields) -> ModelConfig:
@@ -213,12 +240,19 @@ def _parse(text: Fields) -> ModelConfig:
     rotary_dim, rope_theta = _rope(text)
     eos_token_ids, separator, bos_token_id = _token_ids(text)
     ple_layer = _ple_layer(text, len(kinds))
-    ngram_size = text.integer("ngram_size", 2)
+    ngram_size = text.integer("ngram_size", 2, MAX_NGRAM_SIZE)
     heads_per_ngram = text.integer("heads_per_ngram")
     ple_embed_dim = text.integer("ple_embed_dim")
     num_heads = (ngram_size - 1) * heads_per_ngram
     text.require(
-        ple_embed_dim % num_heads == 0, "ple_embed_dim", f"not divisible by {num_heads} n-gram heads"
+        num_heads <= MAX_NGRAM_HEADS,
+        "heads_per_ngram",
+        f"at most {MAX_NGRAM_HEADS} n-gram heads are implemented",
+    )
+    text.require(
+        ple_embed_dim % num_heads == 0,
+        "ple_embed_dim",
+        f"not divisible by (ngram_size - 1) * heads_per_ngram = {num_heads}",
     )
     ngram = ngram_constants(
         vocab_size=vocab_size,
@@ -227,7 +261,7 @@ def _parse(text: Fields) -> ModelConfig:
         vocab_size_base=text.integer("ngram_vocab_size_base"),
         divisor=text.integer("make_ngram_vocab_size_divisible_by"),
         embed_dim=ple_embed_dim,
-        seed=text.integer("seed", 0) if text.has("seed") else DEFAULT_SEED,
+        seed=text.integer("seed", 0, MAX_SEED) if text.has("seed") else DEFAULT_SEED,
     )
     norm_topk_prob = DEFAULT_NORM_TOPK_PROB
     if text.has("norm_topk_prob"):
@@ -283,10 +317,17 @@ def _layer_kinds(text: Fields) -> tuple[LayerKind, ...]:
     types = text.get("layer_types")
     if not isinstance(types, list) or len(types) != num_layers:
         raise text.refuse("layer_types", f"a list of num_hidden_layers = {num_layers} names was expected")
-    for index, name in enumerate(types):
-        if name not in LAYER_KINDS:
+    kinds: list[LayerKind] = []
+    for index, name in enumerate(cast("list[object]", types)):
+        kind = _layer_kind(name)
+        if kind is None:
             raise text.refuse("layer_types", f"unknown type {name!r} at index {index}")
-    return tuple(LAYER_KINDS[name] for name in types)
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def _layer_kind(name: object) -> LayerKind | None:
+    return LAYER_KINDS.get(name) if isinstance(name, str) else None
 
 
 def _rope(text: Fields) -> tuple[int, float]:
@@ -298,6 +339,7 @@ def _rope(text: Fields) -> tuple[int, float]:
         outer = text.number("partial_rotary_factor")
         text.require(factor in (None, outer), "partial_rotary_factor", f"rope_parameters says {factor}")
         factor = outer
+    text.require(factor <= 1, "partial_rotary_factor", "a share of head_dim was expected")
     rotary_dim = int(text.integer("head_dim") * factor)
     text.require(
         0 < rotary_dim <= min(text.integer("head_dim"), text.integer("indexer_head_dim"))
@@ -338,7 +380,7 @@ def _mtp_layers(text: Fields, rope_theta: float) -> int:
     if count:
         mtp = Fields(text.mapping("mtp"), "text_config.mtp.")
         types = mtp.get("layer_types")
-        if not isinstance(types, list) or [LAYER_KINDS.get(name) for name in types] != ["qsa"]:
+        if not isinstance(types, list) or [*map(_layer_kind, cast("list[object]", types))] != ["qsa"]:
             raise mtp.refuse("layer_types", "one attention layer was expected")
         mtp.choice("num_hidden_layers", (1,))
         mtp.choice("mtp_use_hidden_state_from_layer", (None,))
@@ -347,12 +389,13 @@ def _mtp_layers(text: Fields, rope_theta: float) -> int:
 
 
 def _check_sizes(text: Fields, config: ModelConfig) -> None:
-    for name, divisor in {
-        "num_attention_heads": config.num_key_value_heads,
-        "linear_num_value_heads": config.linear_num_key_heads,
-        "indexer_budget": config.indexer_compress_ratio,
+    for name, other in {
+        "num_attention_heads": "num_key_value_heads",
+        "linear_num_value_heads": "linear_num_key_heads",
+        "indexer_budget": "indexer_compress_ratio",
     }.items():
-        text.require(text.integer(name) % divisor == 0, name, f"not divisible by {divisor}")
+        divisor = text.integer(other)
+        text.require(text.integer(name) % divisor == 0, name, f"not divisible by {other} = {divisor}")
     text.require(
         config.num_experts_per_tok <= config.num_experts,
         "num_experts_per_tok",

@@ -5,9 +5,14 @@ Entry point: `Fields`. Every refusal is an `UnsupportedCheckpoint` that names th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from mlx_flashnext.errors import UnsupportedCheckpoint
+
+# MLX shapes are 32-bit.
+MAX_INTEGER = (1 << 31) - 1
+_MOST_SHOWN = 200
 
 
 class Fields:
@@ -21,7 +26,7 @@ class Fields:
         """Return the error that refuses the field's value."""
         value = self._data.get(name)
         return UnsupportedCheckpoint(
-            f"Unsupported config: {self._prefix}{name} = {value!r}, {why}",
+            f"Unsupported config: {self._prefix}{name} = {_shown(value)}, {why}",
             hint="use an official or MLX conversion of Qwen3.8-Flash-Next; see `flashnext show MODEL`",
             field=name,
             value=value,
@@ -48,17 +53,21 @@ class Fields:
             raise self.refuse(name, "an object was expected")
         return value
 
-    def integer(self, name: str, minimum: int = 1) -> int:
-        """Return a field that must be an integer of at least `minimum`."""
+    def integer(self, name: str, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """Return a field that must be an integer from `minimum` to `maximum`."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.refuse(name, f"an integer of at least {minimum} was expected")
+        if value > maximum:
+            raise self.refuse(name, f"an integer of at most {maximum} was expected")
         return value
 
     def number(self, name: str) -> float:
-        """Return a field that must be a positive number."""
+        """Return a field that must be a positive, finite number."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(name, "a positive number was expected")
+        if not 0 < value <= sys.float_info.max:
             raise self.refuse(name, "a positive number was expected")
         return float(value)
 
@@ -72,3 +81,8 @@ class Fields:
         """Refuse a field unless `condition` holds."""
         if not condition:
             raise self.refuse(name, why)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

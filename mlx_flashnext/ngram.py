@@ -66,7 +66,7 @@ def ngram_constants(
         multipliers=multipliers,
         sizes=tuple(sizes),
         offsets=tuple(sum(sizes[:h]) for h in range(num_heads)),
-        num_rows=math.ceil(sum(sizes) / divisor) * divisor,
+        num_rows=-(-sum(sizes) // divisor) * divisor,
         width=embed_dim // num_heads,
     )
 

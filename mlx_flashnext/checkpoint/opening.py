@@ -11,7 +11,6 @@ Source: qwen4exp.md 3.5.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from mlx_flashnext.checkpoint.ngram_layout import ngram_layout
 from mlx_flashnext.checkpoint.quantization import Quantization
 from mlx_flashnext.checkpoint.stored import AccountLine, Checkpoint, ExpertLayout, Layout, NgramLayout
 from mlx_flashnext.checkpoint.structure import structure_problems
-from mlx_flashnext.config import ModelConfig, read_config
+from mlx_flashnext.config import ModelConfig, parse_config, read_config_file
 from mlx_flashnext.errors import ModelError, WeightMismatch
 from mlx_flashnext.names import NGRAM_TABLE
 
@@ -88,9 +87,9 @@ def inspect_checkpoint(directory: Path) -> Inspection:
         UnsupportedCheckpoint: config.json cannot be read or asks for something not implemented.
         StoreError: The files are damaged or absent.
     """
-    config = read_config(directory)
-    raw = (directory / "config.json").read_bytes()
-    whole = cast("Mapping[str, object]", json.loads(raw))
+    raw = read_config_file(directory)
+    whole = parse_config(raw, directory)
+    config = ModelConfig.from_dict(whole)
     quantization = Quantization.from_config(whole)
     text = cast("Mapping[str, object]", whole.get("text_config", whole))
     table = read_tensor_table(directory)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.regular_file import read_regular
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -75,10 +76,10 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 def _decode(path: Path, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(path), type=kind)
     except FileNotFoundError:
         return kind()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise UnsupportedCheckpoint(
             f"{path.name} cannot be read: {error}", hint="download the file again", path=str(path)
         ) from error

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 
 from mlx_flashnext.errors import ModelError
+from mlx_flashnext.regular_file import read_regular
 from mlx_flashnext.text.template_process import TemplateProcess, TemplateProcessEnded
 
 Message = Mapping[str, Any]
@@ -74,12 +75,16 @@ class ChatTemplate:
         config_path, path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = _read_config(config_path)
         try:
-            source = path.read_text(encoding="utf-8")
+            source = read_regular(path).decode("utf-8")
         except FileNotFoundError:
             source = _embedded(config.get("chat_template"))
         except UnicodeDecodeError as error:
             raise ChatTemplateFailed(
                 f"chat_template.jinja is not UTF-8 at byte {error.start}", hint="download the file again"
+            ) from error
+        except OSError as error:
+            raise ChatTemplateFailed(
+                f"chat_template.jinja cannot be read: {error.strerror}", hint="download the file again"
             ) from error
         if source is None:
             raise ChatTemplateFailed(
@@ -229,10 +234,10 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ChatTemplateFailed(
             f"{path.name} cannot be read: {error}", hint="download the file again"
         ) from error
@@ -242,8 +247,10 @@ def _embedded(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        return named.get("default")
+        entries = [cast("dict[str, Any]", entry) for entry in value if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        default = named.get("default")
+        return default if isinstance(default, str) else None
     return None
 
 

@@ -156,3 +156,60 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UnsupportedCheckpoint, match="not an object"):
         read_config(tmp_path)
+
+
+HOSTILE = {
+    "head_dim": 10**400,
+    "hidden_size": 1 << 31,
+    "heads_per_ngram": 1 << 20,
+    "indexer_budget": 10**30,
+    "layer_types": [["full_attention"], {}, None, 1],
+    "make_ngram_vocab_size_divisible_by": 10**400,
+    "max_position_embeddings": 1 << 63,
+    "ngram_size": 1 << 30,
+    "ngram_vocab_size_base": 10**30,
+    "partial_rotary_factor": 1e300,
+    "rms_norm_eps": 10**400,
+    "seed": 1 << 64,
+}
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_what_no_computer_could_hold_is_refused_by_name_in_a_short_line(field: str) -> None:
+    config = tiny_config()
+    rope = config["text_config"]["rope_parameters"]
+    if field == "partial_rotary_factor":
+        rope[field] = HOSTILE[field]
+    with pytest.raises(UnsupportedCheckpoint, match=f"text_config.{field} = ") as caught:
+        parse(**{field: HOSTILE[field], "rope_parameters": rope})
+    assert caught.value.hint
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan")])
+def test_a_base_of_the_rotation_that_is_no_finite_number_is_refused(value: float) -> None:
+    rope = {**tiny_config()["text_config"]["rope_parameters"], "rope_theta": value}
+    with pytest.raises(UnsupportedCheckpoint, match="rope_theta"):
+        parse(rope_parameters=rope)
+
+
+def test_an_mtp_layer_type_that_is_no_name_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="layer_types"):
+        parse(mtp={**tiny_config()["text_config"]["mtp"], "layer_types": [[]]})
+
+
+def test_sizes_that_do_not_divide_name_both_fields() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"indexer_budget = 16.*indexer_compress_ratio = 3"):
+        parse(indexer_compress_ratio=3)
+
+
+def test_the_rows_of_the_table_are_counted_in_whole_numbers() -> None:
+    assert (
+        parse(make_ngram_vocab_size_divisible_by=2**31 - 1, split_ngram_parts=1).ngram.num_rows == 2**31 - 1
+    )
+
+
+def test_a_config_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"x": ' + "[" * 100_000)
+    with pytest.raises(UnsupportedCheckpoint, match="Cannot read"):
+        read_config(tmp_path)

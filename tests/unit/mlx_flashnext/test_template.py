@@ -304,3 +304,12 @@ def test_a_missing_or_unreadable_template_is_refused(tmp_path):
 
 def test_the_exit_status_of_the_watchdog_is_the_one_the_parent_knows():
     assert template_module.MEMORY_EXIT == template_worker.MEMORY_EXIT
+
+
+@pytest.mark.parametrize(
+    "value", [[{}], ["text"], [None], [{"name": "default"}], [{"name": "default", "template": []}], 7]
+)
+def test_an_embedded_template_of_another_shape_is_none(tmp_path, value):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(ChatTemplateFailed, match="no chat template"):
+        ChatTemplate.open(tmp_path)
