@@ -98,9 +98,13 @@ class Engine:
 
     def session(self) -> "Session":
         """Return a new, empty timeline."""
+        self.check_open()
+        return Session(self)
+
+    def check_open(self) -> None:
+        """Raise EngineClosed after `close`."""
         if self._closed:
             raise EngineClosed("The engine is closed", hint="open it again")
-        return Session(self)
 
     def new_timeline(self) -> Timeline:
         """Return an empty timeline with an owner id of its own, so that its generations start at nought."""
@@ -202,10 +206,14 @@ class Session:
         Raises:
             EmptyPrompt: no tokens.
             ContextTooLong: the prompt leaves no room for a token.
+            InvalidRequest: `params` name a token that the model does not have.
+            EngineClosed: the engine was closed.
             StoreError: a record could not be read; the answer stops there.
         """
         engine, plan = self._engine, self._engine.plan
         _check_prompt(prompt, plan)
+        params.check_vocabulary(engine.config.vocab_size)
+        engine.check_open()
         timeline = self._timeline_for(prompt)
         target = engine.target
         limits = Limits(
@@ -224,27 +232,31 @@ class Session:
             limits,
             Meter(target.store.statistics, target.sync),
         )
-        finished = False
         try:
             yield from events
-            finished = True
         except GeneratorExit:
-            finished = True  # abandoned between two cycles: the state is whole
+            # Abandoned between two cycles, perhaps long ago and found by the garbage collector in the middle
+            # of another answer: the state is whole, and no lease is ours to end.
+            self._timeline = timeline
             raise
-        finally:
+        except BaseException:
             target.experts.device_idle()
-            self._timeline = timeline if finished else None
+            raise
+        self._timeline = timeline
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
-        """Return the timeline to continue, or a fresh one: no state can be trimmed to a shorter prefix."""
-        kept = self._timeline
+        """Take the timeline to continue, or a fresh one: no state can be trimmed to a shorter prefix.
+
+        While an answer runs its timeline is its own: an answer begun meanwhile must not write into it.
+        """
+        kept, self._timeline = self._timeline, None
         if (
             kept is not None
             and len(kept.tokens) < len(prompt)
             and list(prompt[: len(kept.tokens)]) == kept.tokens
         ):
             return kept
-        self._timeline = None  # free the old state before the new one grows
+        del kept  # free the old state before the new one grows
         return self._engine.new_timeline()
 
 

@@ -87,7 +87,8 @@ def generate(
         yield PrefillProgress(done, len(prompt))
     meter.begin_decode()
     stops, anchor, num_output = StopStrings(limits.stop_strings), prompt[-1], 0
-    reason: FinishReason | None = None
+    is_whole = len(timeline.tokens) >= len(prompt) - 1
+    reason: FinishReason | None = None if is_whole else "cancelled"
     tail = ""
     while reason is None:
         if limits.cancelled():

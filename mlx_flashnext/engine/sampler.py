@@ -23,6 +23,9 @@ import mlx.core as mx
 from mlx_flashnext.engine.errors import InvalidRequest
 
 PENALTY_CONTEXT = 20
+# Logits are float32: what is finer than this, or stronger than that, leaves their range.
+GREEDY_BELOW = 1e-6
+STRONGEST = 1e6
 _MASK64 = (1 << 64) - 1
 
 
@@ -31,7 +34,7 @@ class SamplingParams:
     """How an answer's tokens are chosen. The values given here change nothing.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is what differs from it by less than the logits are exact.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens whose mass reaches p; 1 (or 0, as in mlx-lm) keeps all.
         min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
@@ -60,25 +63,39 @@ class SamplingParams:
         _require(0 <= self.top_p <= 1, "top_p must be from 0 to 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p must be from 0 to 1", self.min_p)
         _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty must be positive",
+            1 / STRONGEST <= self.repetition_penalty <= STRONGEST,
+            f"repetition_penalty must be positive, from {1 / STRONGEST:g} to {STRONGEST:g}",
             self.repetition_penalty,
         )
         _require(
-            math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty
+            abs(self.presence_penalty) <= STRONGEST,
+            f"presence_penalty must be from -{STRONGEST:g} to {STRONGEST:g}",
+            self.presence_penalty,
         )
         _require(
-            math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty
+            abs(self.frequency_penalty) <= STRONGEST,
+            f"frequency_penalty must be from -{STRONGEST:g} to {STRONGEST:g}",
+            self.frequency_penalty,
         )
         _require(self.seed is None or 0 <= self.seed <= _MASK64, "seed must be from 0 to 2^64 - 1", self.seed)
         _require(self.penalty_context >= 1, "penalty_context must be 1 or more", self.penalty_context)
         for token, bias in self.logit_bias.items():
-            _require(token >= 0 and not math.isnan(bias), "logit_bias must map ids to numbers", {token: bias})
+            rule = f"logit_bias must map ids to numbers of at most {STRONGEST:g}"
+            _require(token >= 0 and bias <= STRONGEST, rule, {token: bias})
 
     @property
     def is_greedy(self) -> bool:
         """Return whether the most likely token is always taken."""
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a bias of a token that the model does not have: MLX would write beyond the logits.
+
+        Raises:
+            InvalidRequest: names the token.
+        """
+        largest = max(self.logit_bias, default=-1)
+        _require(largest < vocab_size, f"logit_bias must name ids below {vocab_size}", largest)
 
     @property
     def has_penalties(self) -> bool:
@@ -193,7 +210,8 @@ def _top_p(logprobs_V: mx.array, top_p: float) -> mx.array:
     probs_V = mx.exp(ascending_V)
     mass_above_V = mx.cumsum(probs_V, reverse=True, inclusive=False)
     total = mass_above_V[:1] + probs_V[:1]
-    num_dropped = (mass_above_V >= top_p * total).sum(keepdims=True)
+    # The likeliest token has no mass above it and stays, even where top_p is nought in float32.
+    num_dropped = (mass_above_V[:-1] >= top_p * total).sum(keepdims=True)
     threshold = mx.take_along_axis(ascending_V, num_dropped, axis=-1)
     return mx.where(logprobs_V < threshold, -mx.inf, logprobs_V)
 

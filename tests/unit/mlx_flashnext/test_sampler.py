@@ -180,3 +180,29 @@ def test_values_out_of_range_are_refused_with_the_value(values):
     with pytest.raises(InvalidRequest, match=name) as caught:
         SamplingParams(**values)
     assert str(value) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e-320}, {"temperature": 1e-40}, {"top_p": 1e-320}, {"top_p": 1e-40}]
+)
+def test_what_vanishes_in_float32_still_leaves_the_likeliest_token(extreme):
+    sampler = Sampler(SamplingParams(**{"temperature": 1.0, "seed": 5, **extreme}))
+    for seed in range(20):
+        values = logits(seed)
+        assert int(sampler.sample(values)) == int(mx.argmax(values))
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"presence_penalty": -1e300},
+        {"frequency_penalty": 1e300},
+        {"logit_bias": {3: math.inf}},
+        {"logit_bias": {3: math.nan}},
+    ],
+)
+def test_what_would_leave_the_range_of_float32_is_refused(extreme):
+    with pytest.raises(InvalidRequest, match=next(iter(extreme))):
+        SamplingParams(**extreme)
