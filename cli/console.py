@@ -8,7 +8,9 @@ of being obeyed.
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
@@ -86,6 +88,7 @@ class Console:
         self._progress_since: float | None = None
         self._progress_drawn = 0.0
         self._reasoning_tail = ""
+        self._is_line_open = False
 
     def answer(self, text: str) -> None:
         """Write text to stdout now.
@@ -97,6 +100,8 @@ class Console:
         self.end_progress()
         self._end_reasoning()
         _write(sys.stdout, printable(text) if self.out_is_terminal else text)
+        if text:
+            self._is_line_open = not text.endswith("\n")
 
     def reasoning(self, text: str) -> None:
         """Write reasoning to stderr now, dimmed where there is colour."""
@@ -112,7 +117,10 @@ class Console:
         if not self.is_quiet:
             self.end_progress()
             self._end_reasoning()
-            _write(sys.stderr, printable(text) + "\n")
+            # An answer that went through a pipe may stand on this terminal all the same, its line still open.
+            lead = "\n" if self._is_line_open and self.err_is_terminal and not self.out_is_terminal else ""
+            self._is_line_open = False
+            _write(sys.stderr, lead + self._folded(printable(text)) + "\n")
 
     def prompt(self, text: str) -> None:
         """Write a prompt to stderr, without a line end."""
@@ -125,9 +133,9 @@ class Console:
         if form != "text":
             self.document(failure.to_dict(), in_one_line=form == "jsonl")
             return
-        text = f"error: {printable(' '.join(failure.message.split()))}\n"
+        text = self._folded(f"error: {printable(' '.join(failure.message.split()))}") + "\n"
         if failure.hint:
-            text += f"\nhint: {printable(failure.hint)}\n"
+            text += "\n" + self._folded(f"hint: {printable(failure.hint)}") + "\n"
         _write(sys.stderr, text)
 
     def document(self, value: object, *, in_one_line: bool = False) -> None:
@@ -194,6 +202,19 @@ class Console:
         if self._progress_drawn:
             _write(sys.stderr, _CLEAR)
         self._progress_since, self._progress_drawn = None, 0.0
+
+    def _folded(self, text: str) -> str:
+        """Return text broken between words for a terminal; files and pipes get it in one line."""
+        if not self.err_is_terminal:
+            return text
+        width = shutil.get_terminal_size().columns
+        lines = text.split("\n")
+        return "\n".join(
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            if len(line) > width
+            else line
+            for line in lines
+        )
 
     def _end_reasoning(self) -> None:
         """Leave an empty line between reasoning and what follows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,6 +103,7 @@ def _inspect_checkpoint(directory: Path) -> Inspection:
 
 
 def _make_plan(directory: Path, request: PlanRequest) -> Planned:
+    import_module("mlx_flashnext.engine.engine")  # a run has it in memory, so its plan counts it
     from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.engine.plan import make_plan

@@ -8,9 +8,9 @@ second loop.
     1  propose    nothing yet: the block is the anchor
     2  rows       n-gram rows of the block are issued: their ids depend on token ids alone
     3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute
-    4  verify     the sampler chooses from the last row's logits; reading its choice is the last wait of the
-    cycle 5  commit     the state has consumed the block; the chosen token is the next anchor 6  advance
-    the generation moves on: leases end, tickets of the past lose their owner
+    4  verify     the sampler chooses from the last row's logits; reading its choice is the last wait
+    5  commit     the state has consumed the block; the chosen token is the next anchor
+    6  advance    the generation moves on: leases end, tickets of the past lose their owner
 
 Waits for the device per cycle: one per streamed layer, plus one.
 """
@@ -78,7 +78,7 @@ class Timeline:
         self.target.experts.owner = self.owner
         output = self.target.model.forward([anchor], self.state, logits="last")
         assert output.logits is not None
-        token = int(to_host(self.target.sync, sampler.sample(output.logits[-1])))
+        token = int(to_host(self.target.sync, sampler.sample(output.logits.squeeze(0))))
         self._commit([anchor])
         return token
 

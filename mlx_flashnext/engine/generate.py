@@ -83,6 +83,7 @@ def generate(
         Prefill progress, then tokens, then exactly one `Finished`.
     """
     meter.begin_prefill(len(prompt), len(timeline.tokens))
+    yield PrefillProgress(len(timeline.tokens), len(prompt))
     for done in prefill(timeline, prompt, limits.prefill_step, limits.cancelled):
         yield PrefillProgress(done, len(prompt))
     meter.begin_decode()

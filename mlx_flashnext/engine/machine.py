@@ -49,6 +49,15 @@ class Machine:
         """
         return "bfloat16" if self.backend == "metal" else "float32"
 
+    @property
+    def prefill_step(self) -> int:
+        """Return the tokens of one prefill chunk when nobody asks for another number.
+
+        Metal's matrix kernels want long chunks. The CPU backend computes row by row: short ones cost nothing
+        there and show progress every few seconds.
+        """
+        return 512 if self.backend == "metal" else 64
+
     def ceiling_bytes(self) -> int:
         """Return the most this process may plan for: what keeps the machine itself alive.
 

@@ -25,7 +25,6 @@ from mlx_flashnext.weights import STAGING_BYTES
 
 DEFAULT_CONTEXT = 32_768
 SMALLEST_DEFAULT_CONTEXT = 2_048
-DEFAULT_PREFILL_STEP = 512
 # One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
 INDEX_BYTES_PER_TENSOR = 700
 # One row of logits while a token is drawn: penalised, sorted, its order, cumulated, filtered.
@@ -201,7 +200,7 @@ class _Sizes:
         self._config = config
         self._itemsize = 2 if machine.compute_dtype == "bfloat16" else 4
         self.fewest_slots = max(2, config.num_experts_per_tok)
-        self.prefill_step = request.prefill_step or DEFAULT_PREFILL_STEP
+        self.prefill_step = request.prefill_step or machine.prefill_step
         self.rows_per_buffer = self.prefill_step * checkpoint.ngram.num_heads
         self._vocabulary = sum(
             tensor.loaded_bytes(self._itemsize)

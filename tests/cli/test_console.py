@@ -145,3 +145,23 @@ def test_colour_follows_the_terminal_and_the_variables(environment, is_terminal,
 def test_progress_follows_the_variables():
     assert wants_progress({"TERM": "xterm"})
     assert not wants_progress({"FLASHNEXT_NO_PROGRESS": "1"})
+
+
+def test_a_note_after_a_piped_answer_begins_a_line_of_its_own_at_a_terminal(capsys, monkeypatch):
+    console = Console()
+    monkeypatch.setattr(console, "err_is_terminal", True)
+    console.answer("It is 20.")
+    console.note("prefill 18 tok")
+    console.note("more")
+    assert capsys.readouterr() == ("It is 20.", "\nprefill 18 tok\nmore\n")
+
+
+def test_notes_break_between_words_at_a_terminal_and_nowhere_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    words = "every word of this note is whole"
+    console = Console()
+    console.note(words)
+    assert capsys.readouterr().err == words + "\n"
+    monkeypatch.setattr(console, "err_is_terminal", True)
+    console.note(words)
+    assert capsys.readouterr().err == "every word of this\nnote is whole\n"

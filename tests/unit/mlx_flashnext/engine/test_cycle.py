@@ -86,7 +86,7 @@ def test_the_prefill_step_never_changes_the_answer(tiny_dir: Path, step: int) ->
 def test_prefill_reports_progress_up_to_the_anchor(tiny_dir: Path) -> None:
     with open_tiny(tiny_dir, slots=6, step=10) as engine:
         events = list(engine.session().generate(prompt_of(31), GREEDY, max_tokens=1))
-    assert [event.done for event in events if isinstance(event, PrefillProgress)] == [10, 20, 30]
+    assert [event.done for event in events if isinstance(event, PrefillProgress)] == [0, 10, 20, 30]
 
 
 def test_cancelling_between_cycles_keeps_the_state_usable(tiny_dir: Path) -> None:
