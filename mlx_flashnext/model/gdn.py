@@ -3,8 +3,11 @@
 Differences from Qwen3-Next that a reader would not expect: the output gate is a sigmoid, not silu; each key
 head serves consecutive value heads (j div 3, not j mod 16); queries and keys are normalised in float32.
 
-Invariant: the recurrence runs step by step in `mx.fast.gated_delta_update` whatever the block length, so
-chunking never changes a bit (the reference's chunked form differs from its own step form by 6e-6).
+Invariant: the recurrence runs in `mx.fast.gated_delta_update`. On the CPU backend that is step by step
+whatever the block length, so chunking never changes a bit (the reference's chunked form differs from its own
+step form by 6e-6). On Metal it is so for calls of up to 8 rows; longer ones use a chunked kernel there, and
+head counts or widths other than the real model's use the steps written in MLX operations (its
+`gated_delta_update.cpp`; to be shown on a Mac).
 
 Source: qwen4exp.md 2.4.
 """
@@ -84,7 +87,7 @@ class GatedDeltaNet:
         for first, end in row_blocks(0, T, GDN_ROWS):
             block = [each[None, first:end] for each in (q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj)]
             o_1Rjv, recurrent = mx.fast.gated_delta_update(*block, initial_state=recurrent)
-            outputs.append(o_1Rjv[0])
+            outputs.append(o_1Rjv.squeeze(0))
         y_Tjv = mx.fast.rms_norm(joined(outputs), self._norm_v, config.rms_norm_eps)
         y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
         y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))

@@ -125,7 +125,7 @@ class SparseAttention:
             return state.pooled.array, window
         groups = window[: num_done * ratio].reshape(num_done, ratio, -1).astype(mx.float32)
         mean_Bc = groups.mean(axis=1).astype(raw_Tc.dtype)
-        pooled_Bc = self._rope(self._index_k_norm(mean_Bc)[None], first, stride=ratio)[0]
+        pooled_Bc = self._rope(self._index_k_norm(mean_Bc)[None], first, stride=ratio).squeeze(0)
         return state.pooled.write(pooled_Bc.astype(mx.float32), first), last_rows(window, num_open)
 
     def _attend_all(
@@ -139,7 +139,7 @@ class SparseAttention:
             scale=self._config.head_dim**-0.5,
             mask="causal" if q_hTd.shape[1] > 1 else None,
         )
-        return o_1hTd[0].swapaxes(0, 1)
+        return o_1hTd.squeeze(0).swapaxes(0, 1)
 
     def _choose(self, index_q_iRc: mx.array, pooled_Bc: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Choose the tokens of each row of a sub-block.
