@@ -1,11 +1,12 @@
 """The composition root: plan, open, converse.
 
 An `Engine` is a loaded model; a `Session` is one mutable timeline. Callers pass whole prompts: the session
-reuses its state when the prompt continues what the state has consumed, and starts afresh otherwise. One
-thread at a time may use an engine: MLX streams belong to the thread that made them.
+reuses its state when the prompt continues what the state has consumed, and starts afresh otherwise. An engine
+belongs to the thread that opened it, as the MLX streams of its arrays do.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,7 +18,7 @@ from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import Target, Timeline
-from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed
+from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
@@ -59,6 +60,7 @@ class Engine:
         self._resources = resources
         self._num_timelines = 0
         self._closed = False
+        self._thread = threading.get_ident()
 
     @classmethod
     def open(
@@ -98,13 +100,17 @@ class Engine:
 
     def session(self) -> "Session":
         """Return a new, empty timeline."""
-        self.check_open()
+        self.check_usable()
         return Session(self)
 
-    def check_open(self) -> None:
-        """Raise EngineClosed after `close`."""
+    def check_usable(self) -> None:
+        """Raise EngineClosed after `close`, and WrongThread on any thread but the one that opened it."""
         if self._closed:
             raise EngineClosed("The engine is closed", hint="open it again")
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                "The engine was opened on another thread", hint="open it on the thread that asks for answers"
+            )
 
     def new_timeline(self) -> Timeline:
         """Return an empty timeline with an owner id of its own, so that its generations start at nought."""
@@ -208,12 +214,13 @@ class Session:
             ContextTooLong: the prompt leaves no room for a token.
             InvalidRequest: `params` name a token that the model does not have.
             EngineClosed: the engine was closed.
+            WrongThread: the engine was opened on another thread.
             StoreError: a record could not be read; the answer stops there.
         """
         engine, plan = self._engine, self._engine.plan
         _check_prompt(prompt, plan)
         params.check_vocabulary(engine.config.vocab_size)
-        engine.check_open()
+        engine.check_usable()
         timeline = self._timeline_for(prompt)
         target = engine.target
         limits = Limits(

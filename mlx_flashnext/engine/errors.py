@@ -7,6 +7,7 @@ EngineError
   EmptyPrompt       there is nothing to answer
   InvalidRequest    a value that no run could honour
   EngineClosed      used after `close`
+  WrongThread       used on another thread than the one that opened it
 """
 
 
@@ -48,3 +49,7 @@ class InvalidRequest(EngineError):
 
 class EngineClosed(EngineError):
     """The engine was used after it was closed."""
+
+
+class WrongThread(EngineError):
+    """The engine was used on another thread than the one that opened it."""

@@ -1,12 +1,13 @@
 """An engine used otherwise than meant: answers stay right or are refused, memory is never written beyond."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import EngineClosed, InvalidRequest
+from mlx_flashnext.engine.errors import EngineClosed, InvalidRequest, WrongThread
 from mlx_flashnext.engine.events import Event, Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams
 from tests.tiny.checkpoints import build_mlx
@@ -100,3 +101,18 @@ def test_a_session_of_a_closed_engine_says_so(tmp_path: Path) -> None:
         list(session.generate(PROMPT, GREEDY, max_tokens=1))
     with pytest.raises(EngineClosed):
         engine.session()
+
+
+def test_another_thread_is_refused_before_it_touches_the_device(engine: Engine) -> None:
+    session, refused = engine.session(), list[BaseException]()
+
+    def ask() -> None:
+        for use in (engine.session, lambda: next(session.generate(PROMPT, GREEDY, max_tokens=1))):
+            with pytest.raises(WrongThread) as found:
+                use()
+            refused.append(found.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(refused) == 2
