@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cli.console import Console, ErrorForm, discard_output
-from cli.errors import FAILED, INTERRUPTED, OK, USAGE, Failure, describe
+from cli.errors import FAILED, INTERRUPTED, OK, USAGE, CommandError, Failure, describe
 from cli.help import help_page
 from cli.options import CommonOptions
 
@@ -110,8 +110,12 @@ def _outcome(work: Callable[[], int | None], console: Console, *, form: ErrorFor
 def _tell(report: Callable[[], None]) -> None:
     try:
         report()
-    except BrokenPipeError:
+    except (BrokenPipeError, CommandError):
         discard_output()
+
+
+def _form(words: Sequence[str]) -> ErrorForm:
+    return "jsonl" if "--jsonl" in words else "json" if "--json" in words else "text"
 
 
 class CommandPage(TyperCommand):
@@ -144,18 +148,24 @@ class CommandGroup(TyperGroup):
                 args=words, prog_name=prog_name, complete_var=complete_var, standalone_mode=False, **extra
             )
         except typer.TyperException as problem:
-            failure = _usage_failure(problem, words, self.commands)
-            form: ErrorForm = "jsonl" if "--jsonl" in words else "json" if "--json" in words else "text"
-            _tell(lambda: Console(colour="--no-color" not in words).failure(failure, form=form))
-            code = failure.code
+            code = self._tell(_usage_failure(problem, words, self.commands), words)
         except typer.Abort:
             code = INTERRUPTED
         except BrokenPipeError:
             discard_output()
             code = OK
+        except Exception as error:  # noqa: BLE001  a help page on a full disk, a flag that breaks its parser
+            if "--debug" in words:
+                traceback.print_exc()
+            code = self._tell(describe(error), words)
         if not standalone_mode:
             return code
         sys.exit(code if isinstance(code, int) else OK)
+
+    def _tell(self, failure: Failure, words: Sequence[str]) -> int:
+        console = Console(colour="--no-color" not in words)
+        _tell(lambda: console.failure(failure, form=_form(words)))
+        return failure.code
 
 
 def _usage_failure(problem: typer.TyperException, words: Sequence[str], names: Collection[str]) -> Failure:

@@ -19,6 +19,7 @@ from cli.model_path import FoundModel
 from cli.options import AnswerOptions, SamplingOptions
 from cli.prompts import Message, PromptMaker
 from cli.sampling import stop_ids
+from cli.settings import expanded
 from cli.transcript import FORMAT, VERSION, SavedMessage, Transcript, save_transcript
 from mlx_flashnext.text.thinking import prompt_ends_inside
 
@@ -175,7 +176,7 @@ class Conversation:
     def _save(self, name: str) -> None:
         if not name:
             raise UsageProblem("Where to? /save needs a file", hint="/save chat.json")
-        path = Path(name).expanduser()
+        path = expanded(name)
         saved = [
             SavedMessage(message["role"], message["content"], message.get("reasoning_content"))
             for message in self.messages

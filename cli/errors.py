@@ -89,7 +89,9 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, MemoryError):
         return Failure(NOT_ENOUGH, kind, "The machine has no memory left", "ask for less with --memory")
     if isinstance(error, OSError):
-        return Failure(FAILED, kind, str(error), "")
+        reason = error.strerror or str(error) or kind
+        message = reason if error.filename is None else f"{reason}: {error.filename}"
+        return Failure(FAILED, kind, message, "check the path, its permissions and the space on its disk")
     detail = str(error) or "no message"
     return Failure(
         FAILED, kind, f"Internal error: {kind}: {detail}", "add --debug for the traceback, and report it"

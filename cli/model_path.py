@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.errors import CommandError, UsageProblem
-from cli.settings import hub_cache
+from cli.settings import expanded, hub_cache
 
 DEMO = "demo"
 ALIASES = {"flash-next": "Qwen/Qwen3.8-Flash-Next"}
@@ -41,10 +41,17 @@ def find_model(name: str | None) -> FoundModel:
     """
     if name is None or (name == DEMO and not Path(name).is_dir()):
         return _demo()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = expanded(name)
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise CommandError(
+            f"Cannot look for the model: {error.strerror}: {name}",
+            hint="--model takes a directory or a Hub id",
+        ) from error
+    if is_directory:
         return _local(path, name)
-    if path.exists():
+    if exists:
         raise CommandError(f"A model is a directory, this is a file: {name}", hint=f"--model {path.parent}")
     hub_id, _, revision = ALIASES.get(name, name).partition("@")
     if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
@@ -111,7 +118,7 @@ def _snapshot(folder: Path, revision: str) -> Path | None:
         return None
     reference = folder / "refs" / (revision or "main")
     if reference.is_file():
-        named = snapshots / reference.read_text(encoding="utf-8").strip()
+        named = snapshots / reference.read_text(encoding="utf-8", errors="replace").strip()
         return named if (named / "config.json").is_file() else None
     matches = [entry for entry in snapshots.iterdir() if entry.name.startswith(revision)]
     matches = [entry for entry in matches if (entry / "config.json").is_file()]

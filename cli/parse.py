@@ -11,7 +11,9 @@ _UNITS = {
     "g": 1 << 30, "gib": 1 << 30, "t": 1 << 40, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+# More digits than any machine needs would overflow on the way to bytes.
+_SIZE = re.compile(r"\s*([+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
+_COUNT = re.compile(r"\s*([+-]?[0-9]{1,18})\s*([kK]?)\s*")
 
 
 def parse_size(text: str) -> int:
@@ -28,7 +30,7 @@ def parse_size(text: str) -> int:
 
 def parse_count(text: str) -> int:
     """Return a positive number of tokens: `4096`, or `32k` for 32 * 1024."""
-    match = re.fullmatch(r"\s*([+-]?\d+)\s*([kK]?)\s*", text)
+    match = _COUNT.fullmatch(text)
     if match is None:
         raise typer.BadParameter(f"not a number of tokens: {text!r} (write 4096 or 32k)")
     value = int(match[1]) * (1024 if match[2] else 1)
@@ -59,5 +61,5 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         raise typer.BadParameter(f"not a JSON object: {text!r} ({error})") from error

@@ -167,8 +167,8 @@ def decode_argument(word: str, what: str) -> str:
 
 
 def _read_stdin() -> str:
-    stream: BinaryIO = sys.stdin.buffer
-    return decode_utf8(stream.read(), "Standard input").removeprefix("\ufeff")
+    stream: BinaryIO | None = None if sys.stdin is None else sys.stdin.buffer
+    return decode_utf8(stream.read() if stream else b"", "Standard input").removeprefix("\ufeff")
 
 
 def _is_terminal(stream: Any) -> bool:

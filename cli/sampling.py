@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cli.errors import UsageProblem
 from cli.options import SamplingOptions
+from cli.prompts import decode_argument
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.sampler import SamplingParams
@@ -43,11 +44,11 @@ def stop_ids(options: SamplingOptions, tokenizer: "Tokenizer") -> tuple[int, ...
     """Return the ids that end an answer.
 
     Raises:
-        UsageProblem: `--extra-eos-token` names no token of this model.
+        UsageProblem: `--extra-eos-token` names no token of this model, or is not UTF-8.
     """
     found = list(tokenizer.eos_ids)
     for token in options.extra_eos_token or ():
-        token_id = tokenizer.id_of(token)
+        token_id = tokenizer.id_of(decode_argument(token, "--extra-eos-token"))
         if token_id is None:
             raise UsageProblem(
                 f"This model has no such token: {token!r}", hint="--extra-eos-token '<|im_end|>'"

@@ -22,15 +22,23 @@ MEMORY_VARIABLE = "FLASHNEXT_MEMORY"
 NO_PROGRESS_VARIABLE = "FLASHNEXT_NO_PROGRESS"
 
 
+def expanded(name: str) -> Path:
+    """Return a path with a leading `~` replaced; where nobody has that home, the name as it is."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the local Hugging Face cache."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if value := environment.get(name):
-            return Path(value).expanduser()
+            return expanded(value)
     if value := environment.get("HF_HOME"):
-        return Path(value).expanduser() / "hub"
+        return expanded(value) / "hub"
     caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "huggingface" / "hub"
+    return expanded(caches) / "huggingface" / "hub"
 
 
 def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:

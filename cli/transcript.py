@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cli.errors import DAMAGED, INCOMPATIBLE, CommandError
+from mlx_flashnext.regular_file import read_regular
 
 FORMAT = "flashnext-chat"
 VERSION = 1
@@ -54,13 +55,13 @@ def save_transcript(path: Path, transcript: Transcript) -> None:
     Raises:
         CommandError: the path holds something else, or cannot be written.
     """
-    if path.exists() and not _is_transcript(path):
-        raise CommandError(
-            f"The file exists and is not a saved conversation: {path}", hint="choose another name"
-        )
     data = msgspec.json.format(msgspec.json.encode(transcript), indent=1)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        if os.path.lexists(path) and not _is_transcript(path):
+            raise CommandError(
+                f"The file exists and is not a saved conversation: {path}", hint="choose another name"
+            )
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".flashnext-", delete=False) as file:
             try:
                 file.write(data + b"\n")
                 file.flush()
@@ -69,10 +70,9 @@ def save_transcript(path: Path, transcript: Transcript) -> None:
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-    except OSError as error:
-        raise CommandError(
-            f"Cannot save to {path}: {error.strerror or error}", hint="choose another place"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"Cannot save to {path}: {reason}", hint="choose another place") from error
 
 
 def read_transcript(path: Path) -> Transcript:
@@ -82,14 +82,14 @@ def read_transcript(path: Path) -> Transcript:
         CommandError: the file is missing, damaged, or of another format or version.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise CommandError(
             f"Cannot read {path}: {error.strerror or error}", hint="save a conversation with /save FILE"
         ) from error
     try:
         transcript = msgspec.json.decode(data, type=Transcript)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(
             f"Not a saved conversation: {path}: {error}", hint="save one with /save FILE", code=DAMAGED
         ) from error
@@ -109,6 +109,6 @@ def read_transcript(path: Path) -> Transcript:
 
 def _is_transcript(path: Path) -> bool:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Transcript).format == FORMAT
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(read_regular(path), type=Transcript).format == FORMAT
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False

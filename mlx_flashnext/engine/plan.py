@@ -9,10 +9,10 @@ import math
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
+from mlx_flashnext.banks import NUM_ROW_BUFFERS
 from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
-from mlx_flashnext.experts import NUM_ROW_BUFFERS
 from mlx_flashnext.geometry import (
     FLOAT32_BYTES,
     buffer_rows,
@@ -23,6 +23,7 @@ from mlx_flashnext.geometry import (
 from mlx_flashnext.model.quant import WIDEN_PAIRS
 from mlx_flashnext.weights import STAGING_BYTES
 
+MAX_READERS = 256
 DEFAULT_CONTEXT = 32_768
 SMALLEST_DEFAULT_CONTEXT = 2_048
 # One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
@@ -180,6 +181,11 @@ def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> No
             f"The model has {config.max_position_embeddings} positions, the asked context is longer: "
             f"{request.context_tokens}",
             hint=f"--max-kv-size {config.max_position_embeddings} is the most this model takes",
+        )
+    if request.num_readers is not None and request.num_readers > MAX_READERS:
+        raise InvalidRequest(
+            f"At most {MAX_READERS} readers can be started: {request.num_readers}",
+            hint="leave the number out; a drive answers a few reads at a time",
         )
     fewest = max(2, config.num_experts_per_tok)
     slots = request.slots_per_layer

@@ -3,6 +3,7 @@ fails.
 """
 
 import json
+import os
 import stat
 
 import pytest
@@ -160,6 +161,7 @@ VALID = {
             "message 1",
         ),
         (json.dumps({**VALID, "messages": [{"role": "user"}]}), 5, "content"),
+        (json.dumps(VALID)[:-1] + ', "x": ' + "[" * 100_000, 5, "Not a saved conversation"),
     ],
 )
 def test_a_file_that_cannot_be_resumed_is_refused_with_the_reason(cli, tmp_path, content, code, message):
@@ -178,6 +180,30 @@ def test_a_system_prompt_beside_a_resumed_one_is_refused(cli, tmp_path):
     result = cli.chat("--resume", str(path), "--system-prompt", "Be brief.", input="hello\n")
     assert result.exit_code == 2
     assert "--system-prompt" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
+def test_what_is_no_file_is_neither_resumed_nor_replaced(cli, tmp_path, make):
+    path = tmp_path / "chat.json"
+    make(path)
+    assert "Not a regular file" in cli.chat("--resume", str(path), input="hello\n").stderr
+    assert "is not a saved conversation" in cli.chat(input=f"first\n/save {path}\n").stderr
+    assert not path.is_file()
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "nu\0ll", "~nobody-of-this-name/chat.json"])
+def test_a_name_that_no_file_can_have_is_refused(cli, name):
+    result = cli.chat(input=f"first\n/save {name}\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: Cannot save to ") or "\nerror: Cannot save to " in result.stderr
+
+
+def test_the_longest_name_a_file_can_have_is_saved(cli, tmp_path):
+    path = tmp_path / ("n" * 255)
+    cli.chat(input=f"first\n/save {path}\n")
+    assert json.loads(path.read_text())["format"] == "flashnext-chat"
 
 
 def test_saved_files_are_private(cli, tmp_path):

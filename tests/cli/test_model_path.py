@@ -78,6 +78,8 @@ def test_a_directory_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
         ("./missing", "No such model", "directory"),
         ("/missing/too", "No such model", "directory"),
         ("nonsense", "No such model", "directory"),
+        ("~nobody-of-this-name/model", "No such model.*~nobody", "directory"),
+        ("n" * 5000, "File name too long", "directory"),
     ],
 )
 def test_what_is_not_here_is_refused_with_the_next_step(hub, name, message, hint):
@@ -93,6 +95,13 @@ def test_a_directory_without_a_config_and_a_file_are_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CommandError, match="this is a file"):
         find_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_reference_that_names_no_snapshot_finds_nothing(hub):
+    add(hub, "org/name")
+    (hub / "models--org--name" / "refs" / "main").write_bytes(b"\xff\0../..")
+    with pytest.raises(CommandError, match="No such model"):
+        find_model("org/name")
 
 
 def test_a_half_downloaded_model_is_not_found(hub):

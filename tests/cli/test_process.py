@@ -72,6 +72,25 @@ def test_a_full_disk_is_an_error_of_one_line(spawn):
     assert b"Traceback" not in stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
+def test_a_help_page_on_a_full_disk_is_an_error_of_one_line(words):
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "cli", *words],
+            cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"error: No space left on device\n")
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_closed_stdin_is_an_empty_prompt(spawn):
+    process = spawn(Script(), "run", "-", preexec_fn=lambda: os.close(0), stdin=None)
+    _, stderr = finish(process)
+    assert (process.returncode, stderr.splitlines()[0]) == (2, b"error: The prompt is empty")
+
+
 @pytest.mark.parametrize("stage", ["load", "prefill", "decode"])
 def test_ctrl_c_ends_a_run_with_130_and_without_a_traceback(spawn, stage):
     process = spawn(Script(["abc<|im_end|>"], hang_in=stage), "run", "hello", "--no-think", "--stats")

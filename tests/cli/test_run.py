@@ -200,6 +200,12 @@ def test_an_extra_end_token_ends_answers_and_an_unknown_one_is_refused(cli):
     assert "'<|nothing|>'" in result.stderr
 
 
+def test_an_extra_end_token_that_is_not_utf8_is_refused(cli):
+    result = cli.run("hello", "--extra-eos-token", "\udcff")
+    assert result.exit_code == 2
+    assert "--extra-eos-token is not UTF-8 at byte 0: 0xff" in result.stderr
+
+
 def test_template_variables_reach_the_template(cli):
     cli.run("hello", "--reasoning-effort", "high")
     assert "Think hard." in cli.prompt_text()
@@ -253,10 +259,14 @@ def test_a_missing_template_is_refused_with_the_way_out(cli):
         (["--memory", "-3GiB"], "must be positive: '-3GiB'"),
         (["--memory", "lots"], "not a size: 'lots'"),
         (["--memory", "3 parsecs"], "not a size: '3 parsecs'"),
+        (["--memory", "9" * 400 + ".5GiB"], "not a size"),
+        (["--memory", "9" * 5000], "not a size"),
+        (["--prefill-step-size", "9" * 400], "not a number of tokens"),
         (["--ctx-size", "0"], "must be positive: '0'"),
         (["--ctx-size", "many"], "not a number of tokens: 'many'"),
         (["--max-tokens", "-1"], "must be positive: '-1'"),
         (["--chat-template-config", "[1]"], "not a JSON object: '[1]'"),
+        (["--chat-template-config", '{"a": ' + "[" * 5000], "not a JSON object"),
         (["--temp", "-1"], "temperature must be 0 or more: -1.0"),
         (["--temp", "warm"], "'warm'"),
         (["--top-p", "2"], "top_p must be from 0 to 1: 2.0"),

@@ -110,6 +110,7 @@ def test_free_memory_bounds_the_default_target(real: Checkpoint) -> None:
         (PlanRequest(slots_per_layer=17), InvalidRequest, "17"),
         (PlanRequest(prefill_step=0), InvalidRequest, "0"),
         (PlanRequest(num_readers=0), InvalidRequest, "0"),
+        (PlanRequest(num_readers=1_000_000), InvalidRequest, "1000000"),
     ],
 )
 def test_a_request_no_run_could_honour_is_refused_with_its_value(
