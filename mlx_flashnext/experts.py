@@ -1,118 +1,27 @@
-"""Experts and n-gram rows as the model asks for them, from memory or from the SSD.
+"""Experts as the model asks for them: all in memory, or streamed through slots.
 
-`StreamedExperts` and `ResidentExperts` implement `model.moe.ExpertProvider` and agree bit for bit;
-`StreamedRows` implements `model.ple.RowSource`. This is the only file where bytes of the store become
-tensors of the model.
+`StreamedExperts` and `ResidentExperts` implement `model.moe.ExpertProvider` and agree bit for bit.
 
 Invariants
-    B1  A bank array is made once with `mx.zeros`, evaluated, and never assigned to, never given to an
-        in-place operator and never put into a module tree: its memoryview would point at freed memory.
     B2  A slot is refilled only after the host has seen the end of the last graph that named it (T5). A
         read-back of layer m's ids proves that for every layer before m; `device_idle` says it for all.
-    B3  A bank array stays below 2^31 elements and 4 GiB: MLX shapes are 32-bit.
     B4  Pair outputs never depend on which experts were resident, in which slot they lay, or how a block was
         split.
-
-Measured basis: zero-copy banks, in-place `preadv`, the hazards above: MLX 0.32.4 on the CPU backend.
 """
 
-# Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots, N n-gram heads.
+# Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots.
 
 from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
 from expert_store.lease import Lease
-from expert_store.reader import RowMemory, SlotMemory
-from expert_store.rows import RowBatch, RowTable
 from expert_store.source import ByteSource
 from expert_store.store import ExpertStore
-from mlx_flashnext.checkpoint import ExpertLayout, NgramLayout, Projection
-from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.banks import SlotBanks
+from mlx_flashnext.checkpoint import ExpertLayout
 from mlx_flashnext.model.host import HostSync, fence
-from mlx_flashnext.model.quant import ExpertBank, ExpertMatrix, dequantize_rows, expert_glu
-from mlx_flashnext.stored_numbers import NATIVE, array_memory
-
-MAX_BANK_ELEMENTS = 1 << 31
-MAX_BANK_BYTES = 1 << 32
-NUM_ROW_BUFFERS = 2
-
-
-class SlotBanks(SlotMemory):
-    """Slot tensors of every MoE layer: one array per component with S slots in front (see B1 to B3).
-
-    Args:
-        layouts: stored form of each layer's experts.
-        slots: S of each layer.
-
-    Raises:
-        UnsupportedCheckpoint: a component's dtype has no MLX counterpart, or an array would pass the limits
-        of B3.
-    """
-
-    def __init__(self, layouts: Mapping[int, ExpertLayout], slots: Mapping[int, int]) -> None:
-        self._arrays: dict[int, tuple[mx.array, ...]] = {}
-        self._views: dict[int, tuple[memoryview, ...]] = {}
-        self._lengths: dict[int, tuple[int, ...]] = {}
-        self._banks: dict[int, ExpertBank] = {}
-        for layer, layout in layouts.items():
-            arrays = tuple(
-                _bank_array(
-                    f"layer {layer} {component.name}", (slots[layer], *component.shape), component.dtype
-                )
-                for component in layout.components
-            )
-            self._arrays[layer] = arrays
-            self._views[layer] = tuple(array_memory(array) for array in arrays)
-            self._lengths[layer] = layout.record.component_lengths
-            self._banks[layer] = _expert_bank(layout, arrays)
-
-    def views(self, layer: int, slot: int) -> Sequence[memoryview]:
-        """Return the writable bytes of one slot, a view per component. Called on reader threads."""
-        return [
-            view[slot * length : (slot + 1) * length]
-            for view, length in zip(self._views[layer], self._lengths[layer], strict=True)
-        ]
-
-    def bank(self, layer: int) -> ExpertBank:
-        """Return the arrays of a layer as the expert kernels take them."""
-        return self._banks[layer]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all banks."""
-        return sum(array.nbytes for arrays in self._arrays.values() for array in arrays)
-
-
-def _bank_array(name: str, shape: tuple[int, ...], dtype: str) -> mx.array:
-    if dtype not in NATIVE:
-        raise UnsupportedCheckpoint(
-            f"Experts of type {dtype} cannot be computed: {name}",
-            hint="use a BF16 or MLX quantised checkpoint",
-            dtype=dtype,
-        )
-    array = mx.zeros(shape, NATIVE[dtype])
-    if array.size >= MAX_BANK_ELEMENTS or array.nbytes >= MAX_BANK_BYTES:
-        raise UnsupportedCheckpoint(
-            f"One slot tensor would be {array.nbytes} bytes, {name}: the limit is {MAX_BANK_BYTES}",
-            hint="ask for fewer slots with a smaller --memory",
-        )
-    mx.eval(array)  # zero-filled pages now: a bank that does not fit fails at start, not at token 300
-    return array
-
-
-def _expert_bank(layout: ExpertLayout, arrays: Sequence[mx.array]) -> ExpertBank:
-    by_name = {component.name: array for component, array in zip(layout.components, arrays, strict=True)}
-
-    def matrix(projection: Projection) -> ExpertMatrix:
-        return ExpertMatrix(
-            weight=by_name[f"{projection}_proj.weight"],
-            scales=by_name.get(f"{projection}_proj.scales"),
-            biases=by_name.get(f"{projection}_proj.biases"),
-            spec=layout.specs[projection],
-        )
-
-    return ExpertBank(gate=matrix("gate"), up=matrix("up"), down=matrix("down"))
+from mlx_flashnext.model.quant import expert_glu
 
 
 class ResidentExperts:
@@ -281,96 +190,3 @@ class StreamedExperts:
         ]
         x_PD = x_TD[mx.array(rows, mx.int32)]
         return expert_glu(x_PD, mx.array(slots_P1, mx.uint32), self._banks.bank(layer))[:, 0]
-
-
-class RowBanks(RowMemory):
-    """Landing buffers for n-gram rows, used in turn: rows of one chunk land while the last one computes.
-
-    Args:
-        layout: stored form of the table.
-        rows_per_buffer: most distinct rows of one block.
-    """
-
-    def __init__(self, layout: NgramLayout, rows_per_buffer: int) -> None:
-        self._rows_per_buffer = rows_per_buffer
-        self._lengths = layout.record.component_lengths
-        self._arrays = [
-            tuple(
-                _bank_array(f"n-gram {component.name}", (rows_per_buffer, *component.shape), component.dtype)
-                for component in layout.components
-            )
-            for _ in range(NUM_ROW_BUFFERS)
-        ]
-        self._views = [tuple(array_memory(array) for array in arrays) for arrays in self._arrays]
-
-    @property
-    def num_buffers(self) -> int:
-        """Return how many batches may be alive at a time."""
-        return NUM_ROW_BUFFERS
-
-    @property
-    def rows_per_buffer(self) -> int:
-        """Return the most distinct rows of one batch."""
-        return self._rows_per_buffer
-
-    def row_views(self, buffer: int, index: int) -> Sequence[memoryview]:
-        """Return the writable bytes of one row, a view per component. Called on reader threads."""
-        return [
-            view[index * length : (index + 1) * length]
-            for view, length in zip(self._views[buffer], self._lengths, strict=True)
-        ]
-
-    def arrays(self, buffer: int) -> tuple[mx.array, ...]:
-        """Return a buffer's component arrays."""
-        return self._arrays[buffer]
-
-
-class StreamedRows:
-    """Rows of the n-gram table, read when token ids are known and waited for only where the model needs them.
-
-    Args:
-        table: gathers rows into `banks`.
-        banks: where they land.
-        layout: stored form of the table.
-        dtype: type the rows are computed in.
-    """
-
-    def __init__(self, table: RowTable, banks: RowBanks, layout: NgramLayout, dtype: mx.Dtype) -> None:
-        self._table = table
-        self._banks = banks
-        self._layout = layout
-        self._dtype = dtype
-
-    def issue(self, rows_TN: Sequence[Sequence[int]]) -> "PendingNgramRows":
-        """Start reading the rows of a block and return at once.
-
-        Args:
-            rows_TN: table rows of each position and head.
-        """
-        batch = self._table.gather([row for rows in rows_TN for row in rows])
-        return PendingNgramRows(self, batch, len(rows_TN), len(rows_TN[0]))
-
-    def assemble(self, batch: RowBatch, num_positions: int, num_heads: int) -> mx.array:
-        """Return the landed rows as [T, N, width] in the compute type."""
-        index = mx.array(list(batch.index), mx.int32)
-        parts = [array[index] for array in self._banks.arrays(batch.buffer)]
-        rows = dequantize_rows(parts, self._layout.spec, self._dtype)
-        return rows.reshape(num_positions, num_heads, -1)
-
-
-class PendingNgramRows:
-    """Rows of one block on their way."""
-
-    def __init__(self, rows: StreamedRows, batch: RowBatch, num_positions: int, num_heads: int) -> None:
-        self._rows = rows
-        self._batch = batch
-        self._shape = (num_positions, num_heads)
-
-    def wait(self) -> mx.array:
-        """Wait for the reads and return rows [T, N, width].
-
-        Raises:
-            StoreError: a row could not be read.
-        """
-        self._batch.wait()
-        return self._rows.assemble(self._batch, *self._shape)

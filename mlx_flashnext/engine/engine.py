@@ -16,6 +16,7 @@ import mlx.core as mx
 from expert_store.rows import RowTable
 from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
+from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import Target, Timeline
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
@@ -25,9 +26,10 @@ from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.sampler import Sampler, SamplingParams
-from mlx_flashnext.experts import RowBanks, SlotBanks, StreamedExperts, StreamedRows
+from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.rows import StreamedRows
 from mlx_flashnext.tokenizer import Tokenizer
 from mlx_flashnext.weights import CheckpointWeights
 

@@ -14,12 +14,14 @@ FORWARD_PASS = [
     ROOT / "mlx_flashnext/engine/prefill.py",
     ROOT / "mlx_flashnext/engine/sampler.py",
     ROOT / "mlx_flashnext/experts.py",
+    ROOT / "mlx_flashnext/rows.py",
+    ROOT / "mlx_flashnext/banks.py",
 ]
 # One-time allocation of slot tensors, never on the forward pass.
 ALLOWED = {
     ("mlx_flashnext/model/host.py", "to_host"),
     ("mlx_flashnext/model/host.py", "fence"),
-    ("mlx_flashnext/experts.py", "_bank_array"),
+    ("mlx_flashnext/banks.py", "_bank_array"),
 }
 
 

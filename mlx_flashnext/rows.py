@@ -1,0 +1,66 @@
+"""Rows of the n-gram table, read when token ids are known and waited for only where the model needs them.
+
+`StreamedRows` implements `model.ple.RowSource` over the store's `RowTable`.
+"""
+
+# Shapes: T positions, N n-gram heads.
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from expert_store.rows import RowBatch, RowTable
+from mlx_flashnext.banks import RowBanks
+from mlx_flashnext.checkpoint import NgramLayout
+from mlx_flashnext.model.quant import dequantize_rows
+
+
+class StreamedRows:
+    """Rows of the n-gram table, read when token ids are known and waited for only where the model needs them.
+
+    Args:
+        table: gathers rows into `banks`.
+        banks: where they land.
+        layout: stored form of the table.
+        dtype: type the rows are computed in.
+    """
+
+    def __init__(self, table: RowTable, banks: RowBanks, layout: NgramLayout, dtype: mx.Dtype) -> None:
+        self._table = table
+        self._banks = banks
+        self._layout = layout
+        self._dtype = dtype
+
+    def issue(self, rows_TN: Sequence[Sequence[int]]) -> "PendingNgramRows":
+        """Start reading the rows of a block and return at once.
+
+        Args:
+            rows_TN: table rows of each position and head.
+        """
+        batch = self._table.gather([row for rows in rows_TN for row in rows])
+        return PendingNgramRows(self, batch, len(rows_TN), len(rows_TN[0]))
+
+    def assemble(self, batch: RowBatch, num_positions: int, num_heads: int) -> mx.array:
+        """Return the landed rows as [T, N, width] in the compute type."""
+        index = mx.array(list(batch.index), mx.int32)
+        parts = [array[index] for array in self._banks.arrays(batch.buffer)]
+        rows = dequantize_rows(parts, self._layout.spec, self._dtype)
+        return rows.reshape(num_positions, num_heads, -1)
+
+
+class PendingNgramRows:
+    """Rows of one block on their way."""
+
+    def __init__(self, rows: StreamedRows, batch: RowBatch, num_positions: int, num_heads: int) -> None:
+        self._rows = rows
+        self._batch = batch
+        self._shape = (num_positions, num_heads)
+
+    def wait(self) -> mx.array:
+        """Wait for the reads and return rows [T, N, width].
+
+        Raises:
+            StoreError: a row could not be read.
+        """
+        self._batch.wait()
+        return self._rows.assemble(self._batch, *self._shape)
