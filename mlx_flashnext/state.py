@@ -53,6 +53,7 @@ class RowBuffer:
         end = start + rows.shape[self._axis]
         if end > self.array.shape[self._axis]:
             self._grow(end)
+        # A place known on the host: Metal has read places given as arrays too early (ml-explore/mlx#3880).
         self.array[(*self._before, slice(start, end))] = rows.astype(self.array.dtype)
         return self.array
 

@@ -163,7 +163,9 @@ def expert_glu(x_TD: mx.array, slots_TK: mx.array, bank: ExpertBank) -> mx.array
         return _glu(x_TD[:, None, None], bank, slots_TK, is_sorted=False)
     order_P = mx.argsort(slots_TK.reshape(-1))
     slots_P = slots_TK.reshape(-1)[order_P]
-    y_PD = _glu(x_TD[order_P // K][:, None], bank, slots_P, is_sorted=True)
+    # The axis of one row goes in before the gather: Metal's matrix kernel has misread a left side that got it
+    # as a view (ml-explore/mlx#4253).
+    y_PD = _glu(x_TD[:, None][order_P // K], bank, slots_P, is_sorted=True)
     return y_PD[mx.argsort(order_P)].reshape(T, K, -1)
 
 

@@ -33,8 +33,10 @@ class Rope:
             first: Index of the first position, in units of `stride`.
             stride: Tokens from one position to the next: 1, or the block length for pooled keys.
         """
-        return mx.fast.rope(
-            x_hTd,
+        # Heads on the second axis of four: on the first they are a batch, for which Metal has no one-token
+        # kernel and, before MLX 0.32, turned the first of them only (ml-explore/mlx#3494).
+        turned_1hTd = mx.fast.rope(
+            x_hTd[None],
             self._dims,
             traditional=False,
             base=None,
@@ -42,3 +44,4 @@ class Rope:
             offset=first,
             freqs=self._freqs,
         )
+        return turned_1hTd.squeeze(0)
