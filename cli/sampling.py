@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cli.errors import UsageProblem
+from cli.errors import INCOMPATIBLE, CommandError, UsageProblem
 from cli.options import SamplingOptions
 from cli.prompts import decode_argument
 
@@ -23,19 +23,33 @@ def sampling_params(options: SamplingOptions, directory: Path) -> "SamplingParam
 
     Raises:
         InvalidRequest: a value is out of its range.
+        CommandError: a default of the model is.
     """
+    from mlx_flashnext.engine.errors import InvalidRequest
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.text.generation_config import read_generation_defaults
 
     defaults = read_generation_defaults(directory)
+    try:
+        own = SamplingParams(
+            temperature=_first(defaults.temperature, 1.0),
+            top_k=_first(defaults.top_k, 0),
+            top_p=_first(defaults.top_p, 1.0),
+            min_p=_first(defaults.min_p, 0.0),
+            repetition_penalty=_first(defaults.repetition_penalty, 1.0),
+        )
+    except InvalidRequest as error:
+        raise CommandError(
+            f"generation_config.json: {error.message}", hint="download the file again", code=INCOMPATIBLE
+        ) from error
     return SamplingParams(
-        temperature=_first(options.temp, defaults.temperature, 1.0),
-        top_k=_first(options.top_k, defaults.top_k, 0),
-        top_p=_first(options.top_p, defaults.top_p, 1.0),
-        min_p=_first(options.min_p, defaults.min_p, 0.0),
-        repetition_penalty=_first(options.repetition_penalty, defaults.repetition_penalty, 1.0),
-        presence_penalty=_first(options.presence_penalty, None, 0.0),
-        frequency_penalty=_first(options.frequency_penalty, None, 0.0),
+        temperature=_first(options.temp, own.temperature),
+        top_k=_first(options.top_k, own.top_k),
+        top_p=_first(options.top_p, own.top_p),
+        min_p=_first(options.min_p, own.min_p),
+        repetition_penalty=_first(options.repetition_penalty, own.repetition_penalty),
+        presence_penalty=_first(options.presence_penalty, own.presence_penalty),
+        frequency_penalty=_first(options.frequency_penalty, own.frequency_penalty),
         seed=secrets.randbits(32) if options.seed is None else options.seed,
     )
 
@@ -73,5 +87,5 @@ def sampling_report(params: "SamplingParams", options: SamplingOptions) -> dict[
     }
 
 
-def _first(flag: _T | None, default: _T | None, otherwise: _T) -> _T:
-    return flag if flag is not None else default if default is not None else otherwise
+def _first(value: _T | None, otherwise: _T) -> _T:
+    return otherwise if value is None else value

@@ -134,7 +134,8 @@ def _inside(directory: Path, root: Path, name: str) -> Path:
     """Return the real path of a file of the checkpoint, or refuse it (X4)."""
     pure = PurePosixPath(name)
     is_plain = pure.parts and not pure.is_absolute() and ".." not in pure.parts and str(pure) == name
-    if not is_plain or "\0" in name or "\\" in name:
+    # Not printable: control characters, and surrogates, which no file name on disk can be compared with.
+    if not is_plain or not name.isprintable() or "\\" in name:
         raise corrupt(f"File name in the index is not a plain relative name: {name!r}", file=name)
     path = directory / name
     try:

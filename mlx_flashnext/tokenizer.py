@@ -82,6 +82,9 @@ class Tokenizer:
             raise TokenizerMismatch(
                 f"tokenizer.json cannot be read: {error}", hint="download the file again", path=str(path)
             ) from error
+        # What training cut or filled up must not happen to prompts, as in transformers.
+        raw.no_truncation()
+        raw.no_padding()
         if not isinstance(raw.decoder, decoders.ByteLevel):
             raise TokenizerMismatch(
                 f"tokenizer.json must decode byte-level tokens: {type(raw.decoder).__name__}",

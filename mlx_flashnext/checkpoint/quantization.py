@@ -105,6 +105,7 @@ def quant_spec(
     Raises:
         WeightMismatch: Shapes that fit no spec, that contradict the config, or biases missing or left over.
     """
+    _check_lead(weight, scales, biases)
     columns, groups = weight.shape[-1], scales.shape[-1]
     spec = _proven(size.value, columns, groups, scales.dtype)
     if configured is not None and spec != configured:
@@ -129,23 +130,29 @@ def quant_spec(
             weight.name,
             hint=WRONG_PAIR,
         )
-    check_factors(spec, weight, scales, biases)
+    _check_factors(spec, weight, scales, biases)
     return spec
 
 
-def check_factors(spec: QuantSpec, weight: TensorInfo, scales: TensorInfo, biases: TensorInfo | None) -> None:
-    """Refuse scales and biases that do not fit their packed weight in shape, dtype or presence."""
+def _check_lead(weight: TensorInfo, *factors: TensorInfo | None) -> None:
+    """Refuse scales and biases that differ from their packed weight in more than the last dimension."""
+    for part in factors:
+        if part is not None and (not part.shape or part.shape[:-1] != weight.shape[:-1]):
+            raise mismatch(
+                f"{part.name}: shape {list(part.shape)} does not fit {list(weight.shape)} of {weight.name}",
+                part.name,
+            )
+
+
+def _check_factors(
+    spec: QuantSpec, weight: TensorInfo, scales: TensorInfo, biases: TensorInfo | None
+) -> None:
+    """Refuse biases that the mode does not have, lacks, or has otherwise."""
     stem = weight.name.removesuffix(".weight")
     if spec.mode == "affine" and biases is None:
         raise missing_tensor(f"{stem}.biases", "which affine quantisation needs")
     if spec.mode != "affine" and biases is not None:
         raise mismatch(f"{biases.name}: {spec.mode} has no biases", biases.name)
-    for part in (scales, biases):
-        if part is not None and part.shape[:-1] != weight.shape[:-1]:
-            raise mismatch(
-                f"{part.name}: shape {list(part.shape)} does not fit {list(weight.shape)} of {weight.name}",
-                part.name,
-            )
     if biases is not None and (biases.shape != scales.shape or biases.dtype not in FLOATS):
         raise mismatch(
             f"{biases.name}: {biases.dtype} {list(biases.shape)}, its scales are {scales.dtype} "

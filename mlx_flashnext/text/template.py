@@ -146,7 +146,15 @@ class ChatTemplate:
         except TemplateProcessEnded as ended:
             self._ended(ended)
         self._check(answer)
-        return answer["text"]
+        text: str = answer["text"]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatTemplateFailed(
+                f"The chat template wrote what is no character: {text[error.start]!r} at {error.start}",
+                hint="download chat_template.jinja again",
+            ) from error
+        return text
 
     def close(self) -> None:
         """End the rendering process. Idempotent."""
@@ -181,7 +189,10 @@ class ChatTemplate:
         if kind == "memory":
             self._refuse_size(detail)
         if kind == "refused":
-            raise ChatTemplateFailed(f"The chat template refused the conversation: {detail}")
+            raise ChatTemplateFailed(
+                f"The chat template refused the conversation: {detail}",
+                hint="change the messages, or the flags that the template reads",
+            )
         raise ChatTemplateFailed(
             f"The chat template failed: {detail}", hint="the template and this conversation do not fit"
         )

@@ -153,6 +153,14 @@ def test_sampling_defaults_come_from_the_checkpoint_and_flags_win(cli):
     assert cli.call.params.is_greedy
 
 
+def test_a_default_of_the_model_that_makes_no_sense_is_the_files_fault(cli):
+    path = cli.checkpoint / "generation_config.json"
+    path.write_text(json.dumps({"temperature": -1.0}))
+    result = cli.run("hello")
+    assert result.exit_code == 3
+    assert "generation_config.json: temperature must be 0 or more: -1.0" in result.stderr
+
+
 def test_without_a_generation_config_everything_is_one_or_off(cli):
     (cli.checkpoint / "generation_config.json").unlink()
     cli.run("hello")

@@ -133,6 +133,22 @@ def test_a_gap_in_the_table_parts_is_refused(tmp_path):
     refused(tmp_path, tensors, config, "part 2 of")
 
 
+@pytest.mark.parametrize("part", ["weight", "scales", "biases"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "layers.0.mlp.gate",
+        "layers.0.mlp.switch_mlp.up_proj",
+        "layers.1.ple.ple_embedding.ngram_embedding.shards.0",
+    ],
+)
+def test_a_scalar_where_a_packed_matrix_should_be_is_refused(tmp_path, module, part):
+    tensors, config = load(build_mlx(tmp_path))
+    name = f"{PACK}{module}.{part}"
+    tensors[name] = Stored(tensors[name].dtype, (), bytes(4))
+    refused(tmp_path, tensors, config, name, "shape []")
+
+
 @pytest.mark.parametrize("mode", ["int4", "MXFP4", 7])
 def test_an_unknown_quantisation_mode_is_refused_by_value(tmp_path, mode):
     tensors, config = load(build_mlx(tmp_path))

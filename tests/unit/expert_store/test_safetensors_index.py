@@ -262,6 +262,8 @@ def test_an_empty_or_missing_directory_is_not_found(tmp_path):
     "name",
     [
         "../m.safetensors",
+        "a\ud800.safetensors",
+        "a\x1b.safetensors",
         "/etc/passwd",
         "a/../m.safetensors",
         "",

@@ -313,3 +313,8 @@ def test_an_embedded_template_of_another_shape_is_none(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(ChatTemplateFailed, match="no chat template"):
         ChatTemplate.open(tmp_path)
+
+
+def test_a_template_that_writes_half_a_surrogate_pair_is_refused(open_template):
+    with pytest.raises(ChatTemplateFailed, match=r"no character: .*ud800.* at 2"):
+        open_template(r"ab{{ '\ud800' }}").render([USER])

@@ -146,3 +146,27 @@ def test_a_damaged_generation_config_is_refused_by_name(tmp_path, content):
     (tmp_path / "generation_config.json").write_bytes(content)
     with pytest.raises(UnsupportedCheckpoint, match=r"generation_config\.json"):
         read_generation_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 64},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "!",
+            }
+        },
+    ],
+    ids=["truncation", "padding"],
+)
+def test_prompts_are_neither_cut_nor_filled_up_as_in_training(tmp_path, tokenizer, rest):
+    path = write_tokenizer(tmp_path, vocab_size=VOCAB) / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rest}))
+    text = "a prompt of many tokens"
+    assert Tokenizer.open(tmp_path).encode(text) == tokenizer.encode(text)
