@@ -135,10 +135,14 @@ def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) ->
     slots = request.slots_per_layer or sizes.most_slots(budget, context)
     if slots < fewest or sizes.total(context, slots) > budget:
         needed = smallest if request.slots_per_layer is None else sizes.total(context, slots)
+        hint = f"--memory {_ceil_gib(needed)}, or see flashnext plan"
+        if needed > machine.total_bytes:
+            most = _gib(machine.total_bytes)
+            hint = f"this machine has {most}: ask for a smaller context, prefill step or model"
         raise BudgetTooSmall(
             f"{_gib(budget)} cannot hold this model with a context of {context} tokens and "
             f"{max(slots, fewest)} expert slots a layer: it takes {_gib(needed)}",
-            hint=f"--memory {_ceil_gib(needed)}, or see flashnext plan",
+            hint=hint,
             budget_bytes=budget,
             smallest_budget_bytes=needed,
         )

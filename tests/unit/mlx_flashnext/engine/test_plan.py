@@ -74,6 +74,14 @@ def test_an_eight_gb_mac_is_told_what_this_model_takes(real: Checkpoint) -> None
     assert refusal.value.hint.startswith("--memory")
 
 
+def test_no_budget_is_advised_that_the_machine_does_not_have(tiny: Checkpoint) -> None:
+    with pytest.raises(BudgetTooSmall) as refusal:
+        make_plan(tiny, mac(16), PlanRequest(prefill_step=10_000_000))
+    assert int(refusal.value.context["smallest_budget_bytes"]) > 16 * GIB  # type: ignore[call-overload]
+    assert "--memory" not in refusal.value.hint
+    assert "16.00 GiB" in refusal.value.hint
+
+
 def test_more_memory_never_gives_fewer_slots(real: Checkpoint) -> None:
     slots = [
         make_plan(real, mac(64), PlanRequest(gib * GIB, 8192)).slots_per_layer for gib in range(8, 57, 4)
