@@ -31,4 +31,4 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         if status.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes: {status.st_size}", str(path))
-        return stream.read(max_bytes)
+        return stream.read(status.st_size)  # asking for more would allocate it

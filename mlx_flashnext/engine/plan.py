@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
-from mlx_flashnext.banks import NUM_ROW_BUFFERS
+from mlx_flashnext.banks import MAX_BANK_BYTES, MAX_BANK_ELEMENTS, NUM_ROW_BUFFERS
 from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
@@ -133,6 +133,11 @@ def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) ->
     context = sizes.context_for(budget, request.context_tokens)
     smallest = sizes.total(context, fewest)
     slots = request.slots_per_layer or sizes.most_slots(budget, context)
+    if slots > sizes.slot_limit:
+        raise InvalidRequest(
+            f"One array of this machine holds {sizes.slot_limit} expert slots, more were asked for: {slots}",
+            hint=f"--slots {sizes.slot_limit} is the most",
+        )
     if slots < fewest or sizes.total(context, slots) > budget:
         needed = smallest if request.slots_per_layer is None else sizes.total(context, slots)
         hint = f"--memory {_ceil_gib(needed)}, or see flashnext plan"
@@ -223,6 +228,7 @@ class _Sizes:
         self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
         self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
         layouts = checkpoint.experts.values()
+        self.slot_limit = min(config.num_experts, *(_slot_limit(layout, machine) for layout in layouts))
         self._widened_per_slot = max(_widened_per_slot(layout, self._itemsize) for layout in layouts)
         self._widened_pairs = max(_widened_pairs_bytes(layout, self._itemsize) for layout in layouts)
 
@@ -283,7 +289,7 @@ class _Sizes:
     def most_slots(self, budget: int, context: int) -> int:
         """Return the largest number of slots that fits beside `context`, 0 if none does."""
         return bisect_right(
-            range(1, self._config.num_experts + 1), budget, key=lambda slots: self.total(context, slots)
+            range(1, self.slot_limit + 1), budget, key=lambda slots: self.total(context, slots)
         )
 
     def context_for(self, budget: int, asked: int | None) -> int:
@@ -299,6 +305,17 @@ class _Sizes:
         """Return the largest context that fits beside `slots`, 0 if none does."""
         longest = self._config.max_position_embeddings
         return bisect_right(range(1, longest + 1), budget, key=lambda context: self.total(context, slots))
+
+
+def _slot_limit(layout: ExpertLayout, machine: Machine) -> int:
+    """Return how many slots the largest slot tensor of a layer may have on this machine."""
+    most_bytes = min(machine.max_buffer_bytes or MAX_BANK_BYTES, MAX_BANK_BYTES) - 1
+    lengths = layout.record.component_lengths
+    shapes = (math.prod(part.shape) for part in layout.components)
+    return min(
+        min(most_bytes // length, (MAX_BANK_ELEMENTS - 1) // size)
+        for length, size in zip(lengths, shapes, strict=True)
+    )
 
 
 def _widened_per_slot(layout: ExpertLayout, itemsize: int) -> int:

@@ -1,6 +1,7 @@
 """The plan: sums, monotonicity, refusal before allocation, on machines that are not here (I6)."""
 
 from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,11 @@ def test_the_state_leaves_room_for_a_layer_that_is_being_copied(real: Checkpoint
     state = next(line.bytes for line in plan.lines if line.name == "state")
     one_layer = qsa_layer_bytes(real.config, 100_096, 2)
     assert state == state_bytes(real.config, 100_000, 2).total + one_layer
+
+
+def test_no_slot_tensor_passes_the_largest_buffer_of_the_machine(real: Checkpoint) -> None:
+    largest = max(real.experts[0].record.component_lengths)
+    machine = dataclasses.replace(mac(128), max_buffer_bytes=100 * largest)
+    assert make_plan(real, machine, PlanRequest()).slots_per_layer == 99
+    with pytest.raises(InvalidRequest, match="99"):
+        make_plan(real, machine, PlanRequest(slots_per_layer=100))
