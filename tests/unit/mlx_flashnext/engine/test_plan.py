@@ -1,7 +1,7 @@
 """The plan: sums, monotonicity, refusal before allocation, on machines that are not here (I6)."""
 
-from dataclasses import replace
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
