@@ -96,7 +96,7 @@ def detect_machine() -> Machine:
         recommended_bytes=None if recommended is None else int(recommended),
         max_buffer_bytes=None if largest is None else int(largest),
         imports_bytes=resident_bytes(),
-        cache_bytes=(256 if on_metal else 16) * MIB,
+        cache_bytes=(256 if on_metal else 8) * MIB,
     )
 
 

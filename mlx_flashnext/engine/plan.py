@@ -340,7 +340,7 @@ def _is_scale(part: Component) -> bool:
 
 
 def _reserve(subtotal: int) -> int:
-    return max(16 * MIB, subtotal // 50)
+    return max(8 * MIB, subtotal // 50)
 
 
 def _gib(value: int) -> str:
