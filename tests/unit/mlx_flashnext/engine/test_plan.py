@@ -1,6 +1,5 @@
 """The plan: sums, monotonicity, refusal before allocation, on machines that are not here (I6)."""
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.synth import PRESETS, build
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
 from mlx_flashnext.engine.machine import GIB, MIB
@@ -25,8 +25,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """The full-size 4-bit layout as sparse files: headers only."""
-    from bench.synth import PRESETS, build
-
     directory: Path = tmp_path_factory.mktemp("real")
     build(PRESETS["real-mlx4"], directory, sparse=True)
     return open_checkpoint(directory)
@@ -171,7 +169,17 @@ def test_the_state_leaves_room_for_a_layer_that_is_being_copied(real: Checkpoint
 
 def test_no_slot_tensor_passes_the_largest_buffer_of_the_machine(real: Checkpoint) -> None:
     largest = max(real.experts[0].record.component_lengths)
-    machine = dataclasses.replace(mac(128), max_buffer_bytes=100 * largest)
+    machine = replace(mac(128), max_buffer_bytes=100 * largest)
     assert make_plan(real, machine, PlanRequest()).slots_per_layer == 99
     with pytest.raises(InvalidRequest, match="99"):
         make_plan(real, machine, PlanRequest(slots_per_layer=100))
+
+
+@pytest.mark.parametrize(("preset", "slots"), [("real-bf16", range(50, 100)), ("real-fp8", range(100, 200))])
+def test_the_official_layouts_get_a_plan_from_their_headers(
+    tmp_path: Path, preset: str, slots: range
+) -> None:
+    checkpoint = open_checkpoint(build(PRESETS[preset], tmp_path, sparse=True))
+    plan = make_plan(checkpoint, mac(64), PlanRequest())
+    assert plan.slots_per_layer in slots
+    assert plan.total_bytes <= 44 * GIB
