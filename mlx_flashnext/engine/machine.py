@@ -9,10 +9,13 @@ import platform
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
 import psutil
+
+_STATUS = Path("/proc/self/status")
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -76,7 +79,14 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident size this process has had, in bytes."""
+    """Return the largest resident size this process has had, in bytes.
+
+    Linux's `ru_maxrss` survives `exec`: it would count what the parent had when it forked.
+    """
+    if sys.platform == "linux":
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
