@@ -121,19 +121,19 @@ def _form(words: Sequence[str]) -> ErrorForm:
 class CommandPage(TyperCommand):
     """One command, with our own help page."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: D102
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: D102  as in the base
         formatter.write(help_page(self, ctx))
 
 
 class CommandGroup(TyperGroup):
     """The top-level group. Reports errors of parsing the way commands report theirs."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: D102
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: D102  as in the base
         visible = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         rows = [(name, entry.get_short_help_str(200)) for name, entry in visible if not entry.hidden]
         formatter.write(help_page(self, ctx, rows))
 
-    def main(  # noqa: D102
+    def main(  # noqa: D102  as in the base
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,

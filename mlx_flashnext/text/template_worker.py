@@ -64,7 +64,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what training code scores; it renders as its body."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
