@@ -82,7 +82,7 @@ class TextSink:
         """Show progress if it takes a while."""
         self._console.progress("reading the prompt", done, total)
 
-    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:  # noqa: ARG002  for lines
+    def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:  # noqa: ARG002  JSON lines show it
         """Write what is there."""
         if reasoning and not self._hides_reasoning:
             self._console.reasoning(reasoning)

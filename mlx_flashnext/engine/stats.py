@@ -18,8 +18,8 @@ class GenerationStatistics:
         prefill_read_bytes: the same during prefill.
         hit_rate: share of expert demands while decoding that found their record resident; None without
             demands.
-        exposed_wait_ns: time decode stood still for an expert record; waits for n-gram rows are counted by the
-            row table alone.
+        exposed_wait_ns: time decode stood still for an expert record; the row table counts waits for n-gram
+            rows.
         peak_bytes: the largest resident size of the process so far.
         num_syncs: waits for the device while decoding.
     """
