@@ -1,0 +1,183 @@
+"""What a drafter is: the words between a source of proposals and the engine that verifies them.
+
+The engine owns budget, stop ids, verification and rollback. A drafter only guesses: nothing it returns, and
+no fault of it, changes what the target says.
+
+Words: *committed* tokens are final. The *anchor* is the last committed token, which the target has not
+consumed. A *row* is one token position in a forward pass of the target; its stack is what the last layer left
+there.
+
+Source: dflash2.md 4.2 (protocol), 3.3 (laws of a proposal).
+"""
+
+# Shapes: T rows, G streams, D hidden, k proposals, K candidates of a proposal, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import mlx.core as mx
+
+Law = Literal["point", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Guessed tokens, and the distribution each was drawn from.
+
+    Attributes:
+        tokens: ids that may follow the anchor, in order; may be empty.
+        law: `point`: every token was chosen, not drawn. `rows`: token j was drawn from row j.
+        row_ids: candidate ids [k, K], int32; None for point masses.
+        row_probs: their probabilities [k, K], float32, each row summing to 1; None for point masses.
+        confidence: for every token how likely it seems to be accepted, or empty.
+    """
+
+    tokens: tuple[int, ...]
+    law: Law = "point"
+    row_ids: mx.array | None = None
+    row_probs: mx.array | None = None
+    confidence: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How the target will choose, for a drafter that draws its proposals.
+
+    Attributes:
+        temperature: of the target; 0 is greedy.
+        seed: of the answer; draws are keyed by it and their position.
+        position: of the first proposed token, counted from the start of the sequence.
+    """
+
+    temperature: float
+    seed: int
+    position: int
+
+
+class Drafter(Protocol):
+    """A source of proposals for one sequence at a time. Every call on the inference thread.
+
+    Attributes:
+        kind: what it is called in statistics: `lookup`, `mtp`, `oracle`.
+        needs_stack: whether `observe` wants the target's stack rows.
+    """
+
+    kind: str
+    needs_stack: bool
+
+    def max_proposals(self) -> int:
+        """Return the most tokens that one proposal may have."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence: the next `observe` is of position 0."""
+        ...
+
+    def observe(self, tokens: Sequence[int], next_token: int, stack_TGD: mx.array | None) -> None:
+        """Take note of rows that the target has consumed and keeps.
+
+        Called for every prefill chunk and after every cycle, in order, without gap or overlap. Rows that
+        verification rejected are never handed over.
+
+        Args:
+            tokens: of the rows; at least one.
+            next_token: the committed token after them: the next row's token, or the new anchor.
+            stack_TGD: stack of every row; None unless `needs_stack`.
+
+        Raises:
+            DrafterError: rows are missing or of the wrong shape; the sequence cannot go on with this drafter.
+        """
+        ...
+
+    def propose(self, k: int, sampling: DraftSampling) -> Proposal:
+        """Guess what follows the anchor, which is the last `next_token`.
+
+        Leaves no trace: called twice it returns the same.
+
+        Args:
+            k: most tokens wanted; 0 or more.
+            sampling: how the target will choose.
+
+        Returns:
+            At most `min(k, max_proposals())` tokens.
+        """
+        ...
+
+    def snapshot(self) -> object:
+        """Return what `restore` needs to come back to this point; cheap."""
+        ...
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a snapshot of this sequence, all or nothing.
+
+        Raises:
+            DrafterError: the snapshot is not of this sequence, or later rows have replaced its own.
+        """
+        ...
+
+    def num_bytes(self) -> int:
+        """Return the bytes that the sequence holds here."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Return what it is and what it counted, as plain values, for statistics and diagnostics."""
+        ...
+
+
+class CellCache(Protocol):
+    """Cache of an MTP module for one sequence. See `TargetView.run_cells`."""
+
+    @property
+    def num_cells(self) -> int:
+        """Return how many cells are kept."""
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """Return every array held."""
+        ...
+
+
+class TargetView(Protocol):
+    """What the `mtp` drafter may do with the target: run cells of its module, and read values.
+
+    A cell for position i takes the stack of row i and the token at i + 1, and tells of the token at i + 2.
+    """
+
+    def new_cache(self) -> CellCache:
+        """Return the cache of an empty sequence."""
+        ...
+
+    def run_cells(
+        self, stack_TGD: mx.array, next_tokens: Sequence[int] | mx.array, cache: CellCache
+    ) -> mx.array:
+        """Append cells for consecutive positions to the cache and return their stacks [T, G, D], lazy.
+
+        Args:
+            stack_TGD: the target's stack of every position, or the stacks that cells before left.
+            next_tokens: the token after every position, on the host or (a lazy int32 [T]) on the device.
+            cache: cells of all positions before; unchanged if this raises.
+        """
+        ...
+
+    def mark(self, cache: CellCache) -> object:
+        """Return what `rewind` needs to come back to this point; nothing is copied."""
+        ...
+
+    def rewind(self, cache: CellCache, mark: object) -> None:
+        """Drop the cells appended since `mark`; they leave no trace in what is kept."""
+        ...
+
+    def logits(self, stack_TGD: mx.array) -> mx.array:
+        """Return logits [T, V] of cells' stacks, lazy."""
+        ...
+
+    def to_host(self, array: mx.array) -> Any:
+        """Wait for `array` and return its values as a number or nested lists; the wait is counted."""
+        ...
+
+
+# Draws one id from log-probabilities [V] at a position: the key law of the engine's own sampler.
+Draw = Callable[[mx.array, int], mx.array]

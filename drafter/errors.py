@@ -1,0 +1,17 @@
+"""What a drafter may raise on purpose. The engine drops a drafter that raises, whatever it raises."""
+
+from __future__ import annotations
+
+
+class DrafterError(Exception):
+    """A drafter cannot go on with this sequence.
+
+    Attributes:
+        message: one line that states the fact.
+        hint: what would help.
+    """
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
