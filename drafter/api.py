@@ -95,7 +95,7 @@ class Drafter(Protocol):
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Guess what follows the anchor, which is the last `next_token`.
 
-        Leaves no trace: called twice it returns the same.
+        Leaves no trace but counters: called twice it returns the same.
 
         Args:
             k: most tokens wanted; 0 or more.
