@@ -1,26 +1,34 @@
-"""From logits to a token: penalties, filters, temperature, one seeded draw.
+"""From logits to a token: penalties, filters, temperature, one seeded draw; for one row or a block of rows.
 
-Entry points: `SamplingParams` (what was asked, validated) and `Sampler` (one answer's chooser).
+Entry points: `SamplingParams` (what was asked, validated), `Sampler` (one answer's chooser), and what
+verification shares with it: `processed` (a block's distributions) and `choose` (a draw from each).
 
 Invariants:
 1. The draw at a position depends on seed, position, logits and history alone: not on chunking, blocks or
-   other draws.
-2. Nothing here waits for the device; the returned token is a lazy scalar.
+   other draws. A row of a block is processed and drawn exactly as if it came alone.
+2. Nothing here waits for the device; the returned tokens are lazy.
 3. Temperature 0 is greedy: the largest logit, the lowest id among equals.
 
-Source: order and semantics of mlx-lm 0.32 `sample_utils` (bias, repetition, presence, frequency, then
-top-p, min-p, top-k on the temperature-1 distribution, then temperature), compared with it in the tests.
-Equal logits at the edge of top-k are the one difference: all of them stay.
+Source: order and semantics of mlx-lm 0.32 `sample_utils` (bias, repetition, presence, frequency, further
+processors, then top-p, min-p, top-k on the temperature-1 distribution, then temperature), compared with it in
+the tests. Equal logits at the edge of top-k are the one difference: all of them stay.
 """
+
+# Shapes: N sequences, T rows of a block, R = N * T, V vocabulary. Row 0 of a block follows the committed
+# tokens, every other row one proposal more.
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_flashnext.engine.errors import InvalidRequest
+from mlx_flashnext.engine.streams import Purpose, draw, stream_keys
 
 PENALTY_CONTEXT = 20
 # Logits are float32: what is finer than this, or stronger than that, leaves their range.
@@ -103,117 +111,224 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+class LogitsProcessor(Protocol):
+    """Changes the logits of one position, after bias and penalties and before the filters.
+
+    Attributes:
+        is_pure: whether the result depends on the arguments alone. Verification asks for rows of tokens that
+            may never be committed; a processor that keeps count of its calls must say False, and then nothing
+            is proposed.
+    """
+
+    is_pure: bool
+
+    def __call__(self, history: Sequence[int], logits_V: mx.array) -> mx.array:
+        """Return the new logits [V].
+
+        Args:
+            history: every token before the position.
+            logits_V: float32.
+        """
+        ...
+
+
 class Sampler:
     """Chooses the tokens of one answer.
 
     Not thread-safe; every call on the inference thread.
+
+    Attributes:
+        params: how to choose.
+        seed: of the draws.
+        processors: further changes of the logits.
+        max_proposals: most proposals that a block may hold; 0 if a processor cannot honour any.
+        refusal: why it is 0, one line for the user; empty if it is not.
     """
 
-    def __init__(self, params: SamplingParams, history: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        history: Sequence[int] = (),
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         """Start an answer.
 
         Args:
             params: how to choose.
             history: every token before the answer, oldest first.
+            processors: applied in this order.
         """
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self._recent = list(history[-params.penalty_context :])
+        self.processors = tuple(processors)
+        # One that does not say is none of ours: it may keep a state of its own.
+        impure = [type(each).__name__ for each in processors if not getattr(each, "is_pure", False)]
+        self.max_proposals = 0 if impure else sys.maxsize
+        self.refusal = f"nothing is proposed: {impure[0]} cannot look ahead" if impure else ""
+        self._history = deque(history, None if processors else params.penalty_context)
         self._position = len(history)
+
+    @property
+    def position(self) -> int:
+        """Return the position of the next token, counted from the start of the sequence."""
+        return self._position
 
     def observe(self, token: int) -> None:
         """Record a committed token: it is history for the next draw."""
         self._position += 1
-        self._recent.append(token)
-        if len(self._recent) > self.params.penalty_context:
-            del self._recent[0]
+        self._history.append(token)
 
-    def sample(self, logits_V: mx.array, history: Sequence[int] | None = None) -> mx.array:
-        """Choose the token that follows the history.
+    def sample(self, logits_V: mx.array) -> mx.array:
+        """Choose the token that follows the tokens observed so far.
 
         Args:
             logits_V: of one position.
-            history: every token before it; None means the tokens observed so far.
 
         Returns:
-            A lazy int32 or uint32 scalar.
+            A lazy uint32 scalar.
         """
-        recent = self._recent if history is None else history[-self.params.penalty_context :]
-        position = self._position if history is None else len(history)
-        logits_V = penalised(logits_V.astype(mx.float32), recent, self.params)
-        if self.params.is_greedy:
-            return mx.argmax(logits_V)
-        logprobs_V = filtered(logits_V - mx.logsumexp(logits_V), self.params)
-        key = mx.random.key(draw_seed(self.seed, position))
-        return mx.random.categorical(logprobs_V * (1.0 / self.params.temperature), key=key)
+        return choose(processed(logits_V[None, None], [self], [()]), [self])[0]
+
+    def histories(self, proposals: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield the whole history of every row of a block; only if there are processors."""
+        history = list(self._history)
+        yield tuple(history)
+        for token in proposals:
+            history.append(token)
+            yield tuple(history)
+
+    def recent_counts(self, proposals: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Yield how often each recent token occurs before every row of a block: one more, one less a row."""
+        context = self.params.penalty_context
+        window = deque(self._history, context)
+        counts: dict[int, int] = {}
+        for token in window:
+            counts[token] = counts.get(token, 0) + 1
+        yield dict(counts)
+        for token in proposals:
+            if len(window) == context:
+                counts[window[0]] -= 1
+                if not counts[window[0]]:
+                    del counts[window[0]]
+            window.append(token)
+            counts[token] = counts.get(token, 0) + 1
+            yield dict(counts)
 
 
-def penalised(logits_V: mx.array, recent: Sequence[int], params: SamplingParams) -> mx.array:
+def processed(
+    logits_NTV: mx.array, samplers: Sequence[Sampler], proposals: Sequence[Sequence[int]]
+) -> mx.array:
+    """Return the distribution that every row of some blocks is drawn from, after everything that was asked.
+
+    Args:
+        logits_NTV: of every row.
+        samplers: of every sequence, with the same parameters; they have seen every committed token.
+        proposals: of every sequence, T - 1 each: row j follows the first j of them.
+
+    Returns:
+        Log-probabilities [N * T, V], float32, up to a constant per row; minus infinity is never drawn. If the
+        parameters are greedy: penalised logits, of which the largest is taken.
+    """
+    params = samplers[0].params
+    scores_RV = mx.flatten(logits_NTV, 0, 1).astype(mx.float32)
+    blocks = tuple(zip(samplers, proposals, strict=True))
+    counts = (
+        [row for sampler, tokens in blocks for row in sampler.recent_counts(tokens)]
+        if params.has_penalties
+        else ()
+    )
+    scores_RV = penalised(scores_RV, counts, params)
+    if any(sampler.processors for sampler in samplers):
+        rows = [(sampler, history) for sampler, tokens in blocks for history in sampler.histories(tokens)]
+        scores_RV = mx.stack(
+            [
+                _through(sampler.processors, history, scores_RV[row])
+                for row, (sampler, history) in enumerate(rows)
+            ]
+        )
+    if params.is_greedy:
+        return scores_RV
+    logprobs_RV = scores_RV - mx.logsumexp(scores_RV, axis=-1, keepdims=True)
+    return filtered(logprobs_RV, params) * (1.0 / params.temperature)
+
+
+def choose(scores_RV: mx.array, samplers: Sequence[Sampler]) -> mx.array:
+    """Return the token that every row's own draw chooses, lazy uint32 [R].
+
+    Args:
+        scores_RV: from `processed`, of as many rows for every sampler.
+        samplers: of every sequence.
+    """
+    if samplers[0].params.is_greedy:
+        return mx.argmax(scores_RV, axis=-1)
+    rows = range(scores_RV.shape[0] // len(samplers))
+    return draw(
+        scores_RV, stream_keys((s.seed, s.position + row, Purpose.DRAW) for s in samplers for row in rows)
+    )
+
+
+def penalised(logits_RV: mx.array, counts: Sequence[Mapping[int, int]], params: SamplingParams) -> mx.array:
     """Return logits with bias and penalties applied.
 
     Args:
-        logits_V: float32.
-        recent: the tokens the penalties look at.
+        logits_RV: float32.
+        counts: for every row how often each token occurs that the penalties look at; none without penalties.
         params: their strengths.
     """
     if params.logit_bias:
         ids, values = mx.array(list(params.logit_bias)), mx.array(list(params.logit_bias.values()))
-        logits_V = mx.put_along_axis(logits_V, ids, logits_V[ids] + values, axis=-1)
-    if not recent or not params.has_penalties:
-        return logits_V
-    counts: dict[int, int] = {}
-    for token in recent:
-        counts[token] = counts.get(token, 0) + 1
-    ids = mx.array(list(counts))
-    picked = logits_V[ids]
+        biased = logits_RV[:, ids] + values
+        logits_RV = mx.put_along_axis(logits_RV, mx.broadcast_to(ids, biased.shape), biased, axis=-1)
+    vocab_size = logits_RV.shape[-1]
+    places = [row * vocab_size + token for row, tokens in enumerate(counts) for token in tokens]
+    if not places:
+        return logits_RV
+    flat, at = mx.flatten(logits_RV), mx.array(places)
+    picked = flat[at]
     if params.repetition_penalty != 1:
         scaled = mx.where(picked < 0, picked * params.repetition_penalty, picked / params.repetition_penalty)
         picked = scaled
     if params.presence_penalty:
         picked = picked - params.presence_penalty
     if params.frequency_penalty:
-        picked = picked - params.frequency_penalty * mx.array(list(counts.values()), dtype=mx.float32)
-    return mx.put_along_axis(logits_V, ids, picked, axis=-1)
+        times = mx.array([times for tokens in counts for times in tokens.values()], dtype=mx.float32)
+        picked = picked - params.frequency_penalty * times
+    return mx.unflatten(mx.put_along_axis(flat, at, picked, axis=-1), 0, logits_RV.shape)
 
 
-def filtered(logprobs_V: mx.array, params: SamplingParams) -> mx.array:
+def filtered(logprobs_RV: mx.array, params: SamplingParams) -> mx.array:
     """Return log-probabilities with what top-p, min-p and top-k drop set to minus infinity.
 
     Args:
-        logprobs_V: float32, normalised.
+        logprobs_RV: float32, every row normalised.
         params: the filters.
     """
     if 0 < params.top_p < 1:
-        logprobs_V = _top_p(logprobs_V, params.top_p)
+        logprobs_RV = _top_p(logprobs_RV, params.top_p)
     if params.min_p > 0:
-        floor = mx.max(logprobs_V) + math.log(params.min_p)
-        logprobs_V = mx.where(logprobs_V < floor, -mx.inf, logprobs_V)
-    if 0 < params.top_k < logprobs_V.shape[-1]:
-        kth = mx.min(mx.topk(logprobs_V, params.top_k))
-        logprobs_V = mx.where(logprobs_V < kth, -mx.inf, logprobs_V)
-    return logprobs_V
+        floor = mx.max(logprobs_RV, axis=-1, keepdims=True) + math.log(params.min_p)
+        logprobs_RV = mx.where(logprobs_RV < floor, -mx.inf, logprobs_RV)
+    if 0 < params.top_k < logprobs_RV.shape[-1]:
+        kth = mx.min(mx.topk(logprobs_RV, params.top_k, axis=-1), axis=-1, keepdims=True)
+        logprobs_RV = mx.where(logprobs_RV < kth, -mx.inf, logprobs_RV)
+    return logprobs_RV
 
 
-def draw_seed(seed: int, position: int) -> int:
-    """Return the 64-bit seed of one draw: splitmix64 of seed and position.
-
-    Neighbouring seeds and positions give unrelated draws, and no draw depends on how many came before it.
-    """
-    value = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+def _through(processors: Sequence[LogitsProcessor], history: Sequence[int], logits_V: mx.array) -> mx.array:
+    for process in processors:
+        logits_V = process(history, logits_V)
+    return logits_V.astype(mx.float32)
 
 
-def _top_p(logprobs_V: mx.array, top_p: float) -> mx.array:
-    ascending_V = mx.sort(logprobs_V)
-    probs_V = mx.exp(ascending_V)
-    mass_above_V = mx.cumsum(probs_V, reverse=True, inclusive=False)
-    total = mass_above_V[:1] + probs_V[:1]
+def _top_p(logprobs_RV: mx.array, top_p: float) -> mx.array:
+    ascending_RV = mx.sort(logprobs_RV, axis=-1)
+    probs_RV = mx.exp(ascending_RV)
+    mass_above_RV = mx.cumsum(probs_RV, axis=-1, reverse=True, inclusive=False)
+    total = mass_above_RV[:, :1] + probs_RV[:, :1]
     # The likeliest token has no mass above it and stays, even where top_p is nought in float32.
-    num_dropped = (mass_above_V[:-1] >= top_p * total).sum(keepdims=True)
-    threshold = mx.take_along_axis(ascending_V, num_dropped, axis=-1)
-    return mx.where(logprobs_V < threshold, -mx.inf, logprobs_V)
+    num_dropped = (mass_above_RV[:, :-1] >= top_p * total).sum(axis=-1, keepdims=True)
+    threshold = mx.take_along_axis(ascending_RV, num_dropped, axis=-1)
+    return mx.where(logprobs_RV < threshold, -mx.inf, logprobs_RV)
 
 
 def _require(condition: bool, rule: str, value: object) -> None:

@@ -1,6 +1,7 @@
 """The sampler equals mlx-lm's filters and penalties, repeats under a seed, and never waits for the device."""
 
 import math
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flashnext.engine.errors import InvalidRequest
-from mlx_flashnext.engine.sampler import Sampler, SamplingParams, draw_seed, filtered, penalised
+from mlx_flashnext.engine.sampler import Sampler, SamplingParams, filtered, penalised, processed
+from mlx_flashnext.engine.streams import draw_seed
 
 VOCAB = 37
 
@@ -43,8 +45,8 @@ def test_filters_keep_the_same_distribution_as_mlx_lm(mlx_lm_utils, seed, top_p,
         theirs = mlx_lm_utils.apply_min_p(theirs, min_p)
     if top_k > 0:
         theirs = mlx_lm_utils.apply_top_k(theirs, top_k)
-    ours = filtered(logprobs, SamplingParams(top_p=top_p, min_p=min_p, top_k=top_k))
-    assert np.array_equal(np.array(ours), np.array(theirs[0]))
+    ours = filtered(logprobs[None], SamplingParams(top_p=top_p, min_p=min_p, top_k=top_k))
+    assert np.array_equal(np.array(ours), np.array(theirs))
 
 
 @settings(max_examples=60)
@@ -72,17 +74,18 @@ def test_penalties_equal_those_of_mlx_lm(mlx_lm_utils, seed, tokens, repetition,
         frequency_penalty=frequency,
         logit_bias=bias,
     )
-    ours = penalised(logits(seed), tokens[-params.penalty_context :], params)
+    counts = Counter(tokens[-params.penalty_context :])
+    ours = penalised(logits(seed)[None], [counts], params)
     # A count of n subtracts n * penalty here and n times the penalty there: equal up to rounding.
-    assert np.allclose(np.array(ours), np.array(theirs[0]), rtol=1e-6, atol=1e-6)
+    assert np.allclose(np.array(ours), np.array(theirs), rtol=1e-6, atol=1e-6)
 
 
 def test_the_drawn_frequencies_follow_the_filtered_distribution():
     params = SamplingParams(temperature=0.7, top_k=6, seed=5)
     row = logits(2)
-    kept = filtered(row - mx.logsumexp(row), params)
-    expected = np.array(mx.softmax(kept / 0.7))
-    draws = mx.stack([Sampler(params).sample(row, [0] * position) for position in range(4000)])
+    kept = filtered((row - mx.logsumexp(row))[None], params)
+    expected = np.array(mx.softmax(kept / 0.7)[0])
+    draws = mx.stack([Sampler(params, [0] * position).sample(row) for position in range(4000)])
     counts = np.bincount(np.array(draws), minlength=VOCAB) / 4000
     assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(expected))
     assert np.abs(counts - expected).max() < 0.03
@@ -100,18 +103,18 @@ def test_draws_depend_on_seed_and_position_alone():
     for token in history[1:]:
         observed.sample(logits(77))
         observed.observe(token)
-    direct = Sampler(params)
+    direct = Sampler(params, history)
     for other in range(5):
-        direct.sample(logits(other), list(range(other)))
-    assert observed.sample(logits(3)).item() == direct.sample(logits(3), history).item()
+        direct.sample(logits(other))
+    assert observed.sample(logits(3)).item() == direct.sample(logits(3)).item()
 
 
 def test_a_seed_repeats_and_other_seeds_and_positions_differ():
     row = mx.zeros((512,))
 
     def answer(seed: int) -> list[int]:
-        sampler = Sampler(SamplingParams(seed=seed))
-        return [sampler.sample(row, [0] * position).item() for position in range(8)]
+        params = SamplingParams(seed=seed)
+        return [Sampler(params, [0] * position).sample(row).item() for position in range(8)]
 
     assert answer(1) == answer(1)
     assert answer(1) != answer(2)
@@ -135,7 +138,7 @@ def test_sampling_builds_a_graph_and_waits_for_nothing(monkeypatch):
 
 
 def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
-    row = logits(4)
+    row = logits(4)[None]
     for top_k in (VOCAB, VOCAB + 1, 10**6):
         assert mx.array_equal(filtered(row, SamplingParams(top_k=top_k)), row)
 
@@ -150,9 +153,8 @@ def test_penalties_look_at_the_last_twenty_tokens_only():
 def test_half_precision_logits_are_sampled_in_float32():
     row = mx.array([1.0, 1.0 + 2**-7, 0.5], dtype=mx.bfloat16)
     assert Sampler(SamplingParams(temperature=0)).sample(row).item() == 1
-    assert (
-        penalised(row.astype(mx.float32), [1], SamplingParams(repetition_penalty=1.001)).dtype == mx.float32
-    )
+    params = SamplingParams(repetition_penalty=1.001)
+    assert processed(row[None, None], [Sampler(params, [1])], [()]).dtype == mx.float32
 
 
 @pytest.mark.parametrize(
