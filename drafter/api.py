@@ -22,6 +22,9 @@ import mlx.core as mx
 
 Law = Literal["point", "rows"]
 
+# The most any drafter proposes at a time: beyond it every row verified reads more experts than a token saves.
+MAX_PROPOSALS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

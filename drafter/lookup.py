@@ -24,15 +24,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from drafter.api import DraftSampling, Proposal
+from drafter.api import MAX_PROPOSALS, DraftSampling, Proposal
 from drafter.errors import DrafterError
 
+# Fewer agree by chance. Over 1575 tokens of the demo's answers, two matched tokens propose in 21 % of cycles
+# and are right in 35 %, three in 12 % and 47 %, four in 9 % and 48 %. Where a further row costs a quarter of
+# a step, three gain most (9.4 %); at half a step three to six are even with no drafter, and two lose 9 %.
+# `python -m bench.studies.lookup_match`
 MIN_MATCH = 3
 # A match longer than this decides as well as a longer one.
 LONG_MATCH = 32
 # Places looked at for one proposal, latest first: bounds the work where a text repeats itself without end.
 MAX_CANDIDATES = 64
-MAX_PROPOSALS = 16
 # Token, link, and one to two heads.
 BYTES_PER_TOKEN = 16
 

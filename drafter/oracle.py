@@ -13,10 +13,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from drafter.api import DraftSampling, Proposal
+from drafter.api import MAX_PROPOSALS, DraftSampling, Proposal
 from drafter.errors import DrafterError
-
-MAX_PROPOSALS = 32
 
 
 class OracleDrafter:

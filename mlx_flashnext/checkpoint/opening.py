@@ -126,10 +126,15 @@ class _Opening:
         has_mtp = MTP_LAYER in groups.experts or any(module.startswith("mtp.") for module in groups.modules)
         mtp = self._match(mtp_tensors(config) if has_mtp and config.num_mtp_layers else ())
         experts = {
-            layer: self._experts(layer, f"layers.{layer}.mlp.experts")
+            layer: self._experts(
+                layer, f"layers.{layer}.mlp.experts", groups.experts.get(layer, ExpertGroup())
+            )
             for layer in range(config.num_hidden_layers)
         }
-        mtp_experts = self._experts(MTP_LAYER, "mtp.layers.0.mlp.experts") if mtp.tensors else None
+        mtp_experts = None
+        if mtp.tensors:
+            group = groups.experts.get(MTP_LAYER, ExpertGroup())
+            mtp_experts = self._experts(config.num_hidden_layers, "mtp.layers.0.mlp.experts", group)
         ngram = self._ngram()
 
         self._refuse_all("Tensor missing", trunk.missing + mtp.missing)
@@ -174,8 +179,7 @@ class _Opening:
         self._problems += match.problems
         return match
 
-    def _experts(self, layer: int, prefix: str) -> ExpertLayout | None:
-        group = self._groups.experts.get(layer, ExpertGroup())
+    def _experts(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout | None:
         reader = ExpertReader(self._config, self._quantization, self._text, self._table.file_sizes)
         try:
             return reader.layout(layer, prefix, group)

@@ -154,7 +154,7 @@ class Checkpoint:
         experts: Routed experts by layer.
         ngram: The n-gram table.
         mtp: MTP tensors by canonical name (`mtp.` in front); empty if the checkpoint has none.
-        mtp_experts: Routed experts of the MTP layer.
+        mtp_experts: Routed experts of the MTP layer, which counts as layer `num_hidden_layers`.
         skipped: Stored names this runtime has no use for: vision, rotary tables.
         accounts: See `account`.
     """
@@ -171,6 +171,13 @@ class Checkpoint:
     mtp_experts: ExpertLayout | None
     skipped: tuple[str, ...]
     accounts: tuple[AccountLine, ...]
+
+    def expert_layouts(self, *, mtp: bool) -> dict[int, ExpertLayout]:
+        """Return the routed experts by layer, those of the MTP layer among them if asked for and there."""
+        layouts = dict(self.experts)
+        if mtp and self.mtp_experts is not None:
+            layouts[self.config.num_hidden_layers] = self.mtp_experts
+        return layouts
 
     def account(self) -> tuple[AccountLine, ...]:
         """Return every tensor of the table exactly once, by category.

@@ -6,6 +6,7 @@ EngineError
   ContextTooLong    prompt and answer do not fit the planned context
   EmptyPrompt       there is nothing to answer
   InvalidRequest    a value that no run could honour
+  MissingDrafter    the checkpoint lacks what the asked drafter is made of
   EngineClosed      used after `close`
   WrongThread       used on another thread than the one that opened it
 """
@@ -45,6 +46,10 @@ class EmptyPrompt(EngineError):
 
 class InvalidRequest(EngineError):
     """A request names a value that no run could honour."""
+
+
+class MissingDrafter(EngineError):
+    """The checkpoint lacks what the asked drafter is made of. Nothing was loaded."""
 
 
 class EngineClosed(EngineError):

@@ -6,30 +6,26 @@ budget that would.
 """
 
 import math
-from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
-from mlx_flashnext.banks import MAX_BANK_BYTES, MAX_BANK_ELEMENTS, NUM_ROW_BUFFERS
-from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
-from mlx_flashnext.engine.errors import BudgetTooLarge, BudgetTooSmall, ContextTooLong, InvalidRequest
-from mlx_flashnext.engine.machine import GIB, MIB, Machine
-from mlx_flashnext.geometry import (
-    FLOAT32_BYTES,
-    buffer_rows,
-    forward_workspace_bytes,
-    qsa_layer_bytes,
-    state_bytes,
+from drafter.api import MAX_PROPOSALS
+from mlx_flashnext.checkpoint import Checkpoint
+from mlx_flashnext.engine.errors import (
+    BudgetTooLarge,
+    BudgetTooSmall,
+    ContextTooLong,
+    InvalidRequest,
+    MissingDrafter,
 )
-from mlx_flashnext.model.quant import WIDEN_PAIRS
-from mlx_flashnext.weights import STAGING_BYTES
+from mlx_flashnext.engine.machine import GIB, MIB, Machine
+from mlx_flashnext.engine.sizes import PlanLine, Sizes
 
 MAX_READERS = 256
 DEFAULT_CONTEXT = 32_768
 SMALLEST_DEFAULT_CONTEXT = 2_048
-# One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
-INDEX_BYTES_PER_TENSOR = 700
-# One row of logits while a token is drawn: penalised, sorted, its order, cumulated, filtered.
-LOGITS_COPIES = 6
+DRAFTS = ("none", "lookup", "mtp", "auto", "oracle")
+DEFAULT_DRAFT_TOKENS = 4
+MAX_SNAPSHOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +39,10 @@ class PlanRequest:
         prefill_step: tokens of one prefill chunk.
         policy: eviction policy of the expert store.
         num_readers: reader threads.
+        draft: where proposals come from: one of `DRAFTS`; `auto` takes the best that is there and fits.
+        num_draft_tokens: most proposals of one cycle.
+        num_snapshots: earlier points of a conversation to keep, so that a prompt which leaves it there need
+            not be read again; fewer are kept where memory is short.
     """
 
     memory_bytes: int | None = None
@@ -51,15 +51,9 @@ class PlanRequest:
     prefill_step: int | None = None
     policy: str = "lru"
     num_readers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLine:
-    """One use of memory: bytes and why."""
-
-    name: str
-    bytes: int
-    reason: str
+    draft: str = "none"
+    num_draft_tokens: int | None = None
+    num_snapshots: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +73,10 @@ class Plan:
         rows_per_buffer: most n-gram rows of one chunk.
         policy: eviction policy.
         num_readers: reader threads.
+        draft: where proposals come from: `none`, `lookup`, `mtp` or `oracle`.
+        draft_reason: why this one.
+        num_draft_tokens: most proposals of one cycle; 0 without a drafter.
+        num_snapshots: snapshots that may be kept at a time.
     """
 
     lines: tuple[PlanLine, ...]
@@ -93,6 +91,10 @@ class Plan:
     rows_per_buffer: int
     policy: str
     num_readers: int
+    draft: str
+    draft_reason: str
+    num_draft_tokens: int
+    num_snapshots: int
 
     @property
     def total_bytes(self) -> int:
@@ -125,46 +127,99 @@ def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) ->
         BudgetTooLarge: the target exceeds this machine's memory.
         BudgetTooSmall: the target cannot hold the model; names the smallest that can.
         ContextTooLong: the asked context is longer than the model's positions.
+        MissingDrafter: the checkpoint lacks what the asked drafter is made of.
     """
     _check(request, checkpoint, machine)
-    sizes = _Sizes(checkpoint, machine, request)
+    if request.draft != "auto":
+        return _plan_with(checkpoint, machine, request, request.draft, "as asked")
+    why = _mtp_missing(checkpoint)
+    if why is None:
+        try:
+            return _plan_with(checkpoint, machine, request, "mtp", "the best that is there")
+        except BudgetTooSmall:
+            why = "the MTP module does not fit this memory target"
+    return _plan_with(checkpoint, machine, request, "lookup", why)
+
+
+def _plan_with(
+    checkpoint: Checkpoint, machine: Machine, request: PlanRequest, draft: str, reason: str
+) -> Plan:
+    """Make the plan for one drafter."""
+    num_draft_tokens = 0 if draft == "none" else request.num_draft_tokens or DEFAULT_DRAFT_TOKENS
+    sizes = Sizes(
+        checkpoint,
+        machine,
+        prefill_step=request.prefill_step,
+        draft=draft,
+        num_draft_tokens=num_draft_tokens,
+    )
     budget = machine.ceiling_bytes() if request.memory_bytes is None else request.memory_bytes
-    num_experts, fewest = checkpoint.config.num_experts, sizes.fewest_slots
-    context = sizes.context_for(budget, request.context_tokens)
-    smallest = sizes.total(context, fewest)
-    slots = request.slots_per_layer or sizes.most_slots(budget, context)
+    context = _context(sizes, checkpoint, budget, request.context_tokens)
+    # First what no token can be computed without, then snapshots, then more experts: so more memory never
+    # means fewer of either.
+    slots = request.slots_per_layer or max(
+        sizes.fewest_slots, sizes.most_slots(budget, context, request.num_snapshots)
+    )
+    _check_fit(sizes, machine, budget, context, slots)
+    num_snapshots = sizes.most_snapshots(budget, context, slots, request.num_snapshots)
+    return Plan(
+        lines=sizes.lines(context, slots, num_snapshots),
+        budget_bytes=budget,
+        slots_per_layer=slots,
+        num_experts=checkpoint.config.num_experts,
+        context_tokens=context,
+        max_context_tokens=sizes.largest_context(budget, slots),
+        longest_context_tokens=sizes.largest_context(budget, sizes.fewest_slots),
+        smallest_budget_bytes=sizes.total(context, sizes.fewest_slots),
+        prefill_step=sizes.prefill_step,
+        rows_per_buffer=sizes.rows_per_buffer,
+        policy=request.policy,
+        num_readers=request.num_readers or 4,
+        draft=draft,
+        draft_reason=reason,
+        num_draft_tokens=num_draft_tokens,
+        num_snapshots=num_snapshots,
+    )
+
+
+def _context(sizes: Sizes, checkpoint: Checkpoint, budget: int, asked: int | None) -> int:
+    """Return the asked context, or the largest default that leaves room for the fewest slots."""
+    if asked is not None:
+        return asked
+    context = min(DEFAULT_CONTEXT, checkpoint.config.max_position_embeddings)
+    while context > SMALLEST_DEFAULT_CONTEXT and sizes.total(context, sizes.fewest_slots) > budget:
+        context //= 2
+    return context
+
+
+def _check_fit(sizes: Sizes, machine: Machine, budget: int, context: int, slots: int) -> None:
     if slots > sizes.slot_limit:
         raise InvalidRequest(
             f"One array of this machine holds {sizes.slot_limit} expert slots, more were asked for: {slots}",
             hint=f"--slots {sizes.slot_limit} is the most",
         )
-    if slots < fewest or sizes.total(context, slots) > budget:
-        needed = smallest if request.slots_per_layer is None else sizes.total(context, slots)
+    needed = sizes.total(context, slots)
+    if needed > budget:
         hint = f"--memory {_ceil_gib(needed)}, or see flashnext plan"
         if needed > machine.total_bytes:
             most = _gib(machine.total_bytes)
             hint = f"this machine has {most}: ask for a smaller context, prefill step or model"
         raise BudgetTooSmall(
             f"{_gib(budget)} cannot hold this model with a context of {context} tokens and "
-            f"{max(slots, fewest)} expert slots a layer: it takes {_gib(needed)}",
+            f"{slots} expert slots a layer: it takes {_gib(needed)}",
             hint=hint,
             budget_bytes=budget,
             smallest_budget_bytes=needed,
         )
-    return Plan(
-        lines=sizes.lines(context, slots),
-        budget_bytes=budget,
-        slots_per_layer=slots,
-        num_experts=num_experts,
-        context_tokens=context,
-        max_context_tokens=sizes.largest_context(budget, slots),
-        longest_context_tokens=sizes.largest_context(budget, fewest),
-        smallest_budget_bytes=smallest,
-        prefill_step=sizes.prefill_step,
-        rows_per_buffer=sizes.rows_per_buffer,
-        policy=request.policy,
-        num_readers=request.num_readers or 4,
-    )
+
+
+def _mtp_missing(checkpoint: Checkpoint) -> str | None:
+    """Return why there is no MTP module to draft with, None if there is one."""
+    if not checkpoint.config.num_mtp_layers:
+        return "config.json has mtp_num_hidden_layers = 0"
+    if not checkpoint.mtp or checkpoint.mtp_experts is None:
+        return "no tensor of the checkpoint is named mtp.*"
+    return None
 
 
 def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> None:
@@ -175,6 +230,7 @@ def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> No
         ("slots", request.slots_per_layer),
         ("prefill step", request.prefill_step),
         ("readers", request.num_readers),
+        ("number of draft tokens", request.num_draft_tokens),
     ):
         if value is not None and value <= 0:
             raise InvalidRequest(f"The {name} must be positive: {value}", hint="see flashnext plan --help")
@@ -196,6 +252,7 @@ def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> No
             f"At most {MAX_READERS} readers can be started: {request.num_readers}",
             hint="leave the number out; a drive answers a few reads at a time",
         )
+    _check_draft(request, checkpoint)
     fewest = max(2, config.num_experts_per_tok)
     slots = request.slots_per_layer
     if slots is not None and not fewest <= slots <= config.num_experts:
@@ -205,142 +262,26 @@ def _check(request: PlanRequest, checkpoint: Checkpoint, machine: Machine) -> No
         )
 
 
-class _Sizes:
-    """Bytes of everything, as functions of context and slots."""
-
-    def __init__(self, checkpoint: Checkpoint, machine: Machine, request: PlanRequest) -> None:
-        self._checkpoint = checkpoint
-        self._machine = machine
-        config = checkpoint.config
-        self._config = config
-        self._itemsize = 2 if machine.compute_dtype == "bfloat16" else 4
-        self.fewest_slots = max(2, config.num_experts_per_tok)
-        self.prefill_step = request.prefill_step or machine.prefill_step
-        self.rows_per_buffer = self.prefill_step * checkpoint.ngram.num_heads
-        self._vocabulary = sum(
-            tensor.loaded_bytes(self._itemsize)
-            for name, tensor in checkpoint.tensors.items()
-            if name in ("embed_tokens", "lm_head")
+def _check_draft(request: PlanRequest, checkpoint: Checkpoint) -> None:
+    if request.draft not in DRAFTS:
+        known = ", ".join(DRAFTS)
+        raise InvalidRequest(f"No drafter has this name: {request.draft}", hint=f"there are {known}")
+    if request.num_draft_tokens is not None and request.num_draft_tokens > MAX_PROPOSALS:
+        raise InvalidRequest(
+            f"At most {MAX_PROPOSALS} tokens are drafted at a time: {request.num_draft_tokens}",
+            hint="2 to 4 are the usual best",
         )
-        everything = sum(tensor.loaded_bytes(self._itemsize) for tensor in checkpoint.tensors.values())
-        self._trunk = everything - self._vocabulary
-        self._rows = NUM_ROW_BUFFERS * self.rows_per_buffer * checkpoint.ngram.record_bytes
-        self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
-        self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
-        layouts = checkpoint.experts.values()
-        self.slot_limit = min(config.num_experts, *(_slot_limit(layout, machine) for layout in layouts))
-        self._widened_per_slot = max(_widened_per_slot(layout, self._itemsize) for layout in layouts)
-        self._widened_pairs = max(_widened_pairs_bytes(layout, self._itemsize) for layout in layouts)
-
-    def _state(self, context: int) -> int:
-        growing = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
-        return state_bytes(self._config, context, self._itemsize).total + growing
-
-    def _workspace(self, context: int) -> int:
-        config = self._config
-        forward = forward_workspace_bytes(config, self.prefill_step, context, self._itemsize)
-        sampling = LOGITS_COPIES * config.vocab_size * FLOAT32_BYTES
-        return max(forward + sampling, STAGING_BYTES)
-
-    def lines(self, context: int, slots: int) -> tuple[PlanLine, ...]:
-        config, machine = self._config, self._machine
-        chunk = f"chunks of {self.prefill_step} tokens"
-        lines = [
-            PlanLine(
-                "imports", machine.imports_bytes, "Python and libraries, measured before anything is loaded"
-            ),
-            PlanLine("index", self._index, f"{len(self._checkpoint.table.tensors)} tensors in the headers"),
-            PlanLine(
-                "trunk", self._trunk, f"{config.num_hidden_layers} layers without routed experts, as computed"
-            ),
-            PlanLine(
-                "vocabulary",
-                self._vocabulary,
-                f"embedding and head, {config.vocab_size} x {config.hidden_size} each",
-            ),
-            PlanLine(
-                "state",
-                self._state(context),
-                f"keys, values, recurrence for {context} tokens; one layer twice, while it grows",
-            ),
-            PlanLine("snapshots", 0, "none are kept"),
-            PlanLine(
-                "workspace", self._workspace(context), f"intermediate arrays of a forward pass in {chunk}"
-            ),
-            PlanLine("n-gram rows", self._rows, f"two landing buffers of {self.rows_per_buffer} rows"),
-            PlanLine("mlx cache", machine.cache_bytes, "freed buffers that MLX may keep"),
-            PlanLine(
-                "expert slots",
-                slots * self._record_bytes,
-                f"{slots} of {config.num_experts} experts in each of {len(self._checkpoint.experts)} layers",
-            ),
-        ]
-        widened = slots * self._widened_per_slot + self._widened_pairs
-        if widened:
-            reason = "expert parts of one layer brought to the type they are computed in"
-            lines.append(PlanLine("widening", widened, reason))
-        subtotal = sum(line.bytes for line in lines)
-        lines.append(PlanLine("reserve", _reserve(subtotal), "threads, allocator slack, what nobody counted"))
-        return tuple(lines)
-
-    def total(self, context: int, slots: int) -> int:
-        return sum(line.bytes for line in self.lines(context, slots))
-
-    def most_slots(self, budget: int, context: int) -> int:
-        """Return the largest number of slots that fits beside `context`, 0 if none does."""
-        return bisect_right(
-            range(1, self.slot_limit + 1), budget, key=lambda slots: self.total(context, slots)
+    if not 0 <= request.num_snapshots <= MAX_SNAPSHOTS:
+        raise InvalidRequest(
+            f"Snapshots must be from 0 to {MAX_SNAPSHOTS}: {request.num_snapshots}",
+            hint="leave the number out",
         )
-
-    def context_for(self, budget: int, asked: int | None) -> int:
-        """Return the asked context, or the largest default that leaves room for the fewest slots."""
-        if asked is not None:
-            return asked
-        context = min(DEFAULT_CONTEXT, self._config.max_position_embeddings)
-        while context > SMALLEST_DEFAULT_CONTEXT and self.total(context, self.fewest_slots) > budget:
-            context //= 2
-        return context
-
-    def largest_context(self, budget: int, slots: int) -> int:
-        """Return the largest context that fits beside `slots`, 0 if none does."""
-        longest = self._config.max_position_embeddings
-        return bisect_right(range(1, longest + 1), budget, key=lambda context: self.total(context, slots))
-
-
-def _slot_limit(layout: ExpertLayout, machine: Machine) -> int:
-    """Return how many slots the largest slot tensor of a layer may have on this machine."""
-    most_bytes = min(machine.max_buffer_bytes or MAX_BANK_BYTES, MAX_BANK_BYTES) - 1
-    lengths = layout.record.component_lengths
-    shapes = (math.prod(part.shape) for part in layout.components)
-    return min(
-        min(most_bytes // length, (MAX_BANK_ELEMENTS - 1) // size)
-        for length, size in zip(lengths, shapes, strict=True)
-    )
-
-
-def _widened_per_slot(layout: ExpertLayout, itemsize: int) -> int:
-    """Return the temporary bytes per slot that MLX takes to bring a layer's scales to the compute type."""
-    # With scales in float32, MLX widens the activations instead; float16 and bfloat16 meet in float32.
-    mixed = ("F16",) if itemsize == 2 else ("BF16", "F16")
-    narrow = (part for part in layout.components if part.dtype in mixed and _is_scale(part))
-    return sum(FLOAT32_BYTES * math.prod(part.shape) for part in narrow)
-
-
-def _widened_pairs_bytes(layout: ExpertLayout, itemsize: int) -> int:
-    """Return the temporary bytes of unquantised matrices that are brought to the compute type."""
-    native = "BF16" if itemsize == 2 else "F32"
-    dense = [part for part in layout.components if not _is_scale(part) and part.dtype not in ("U32", native)]
-    largest = max((math.prod(part.shape) for part in dense), default=0)
-    # Two groups of pairs, as stored and as computed: one is queued while the other runs.
-    return 2 * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
-
-
-def _is_scale(part: Component) -> bool:
-    return part.name.endswith((".scales", ".biases"))
-
-
-def _reserve(subtotal: int) -> int:
-    return max(8 * MIB, subtotal // 50)
+    why = _mtp_missing(checkpoint) if request.draft == "mtp" else None
+    if why is not None:
+        raise MissingDrafter(
+            f"--draft mtp needs the checkpoint's MTP module, and {why}",
+            hint="--draft lookup needs none; a pack made with the MTP module kept has one",
+        )
 
 
 def _gib(value: int) -> str:

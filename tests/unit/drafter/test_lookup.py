@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter import lookup
-from drafter.api import DraftSampling
+from drafter.api import MAX_PROPOSALS, DraftSampling
 from drafter.errors import DrafterError
-from drafter.lookup import BYTES_PER_TOKEN, LONG_MATCH, MAX_CANDIDATES, MAX_PROPOSALS, LookupDrafter
+from drafter.lookup import BYTES_PER_TOKEN, LONG_MATCH, MAX_CANDIDATES, LookupDrafter
 
 SAMPLING = DraftSampling(temperature=0.0, seed=0, position=0)
 # Two or three letters: everything repeats, and the end of the text occurs in many lengths.

@@ -2,9 +2,9 @@
 
 import pytest
 
-from drafter.api import DraftSampling
+from drafter.api import MAX_PROPOSALS, DraftSampling
 from drafter.errors import DrafterError
-from drafter.oracle import MAX_PROPOSALS, OracleDrafter
+from drafter.oracle import OracleDrafter
 
 SAMPLING = DraftSampling(temperature=0.0, seed=0, position=0)
 VOCAB = 11

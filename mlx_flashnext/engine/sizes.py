@@ -1,0 +1,228 @@
+"""Bytes of everything a run keeps, as functions of context, expert slots and snapshots.
+
+Entry point: `Sizes`. `plan.make_plan` chooses the three so that their sum fits.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drafter.lookup import BYTES_PER_TOKEN
+from mlx_flashnext.banks import MAX_BANK_BYTES, MAX_BANK_ELEMENTS, NUM_ROW_BUFFERS
+from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
+from mlx_flashnext.engine.machine import MIB, Machine
+from mlx_flashnext.geometry import (
+    FLOAT32_BYTES,
+    buffer_rows,
+    forward_workspace_bytes,
+    qsa_layer_bytes,
+    state_bytes,
+)
+from mlx_flashnext.model.quant import WIDEN_PAIRS
+from mlx_flashnext.weights import STAGING_BYTES
+
+# One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
+INDEX_BYTES_PER_TENSOR = 700
+# One row of logits while a token is drawn: penalised, sorted, its order, cumulated, filtered.
+LOGITS_COPIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One use of memory: bytes and why."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+class Sizes:
+    """Bytes of everything, as functions of context, slots and snapshots.
+
+    Args:
+        checkpoint: headers of the model.
+        machine: what there is.
+        prefill_step: tokens of one prefill chunk; None for the machine's own.
+        draft: where proposals come from: `none`, `lookup`, `mtp` (whose parts are there), `oracle`.
+        num_draft_tokens: proposals of one cycle.
+
+    Attributes:
+        fewest_slots: expert slots of a layer without which no token can be computed.
+        slot_limit: the most that one array of this machine holds.
+        prefill_step: tokens of one prefill chunk.
+        rows_per_buffer: most n-gram rows of one block.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        machine: Machine,
+        *,
+        prefill_step: int | None,
+        draft: str,
+        num_draft_tokens: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._draft = draft
+        self._num_draft_tokens = num_draft_tokens
+        self._machine = machine
+        config = checkpoint.config
+        self._config = config
+        self._itemsize = 2 if machine.compute_dtype == "bfloat16" else 4
+        self.fewest_slots = max(2, config.num_experts_per_tok)
+        self.prefill_step = prefill_step or machine.prefill_step
+        # The longest block: a prefill chunk, or the anchor and its proposals.
+        self.rows_per_buffer = max(self.prefill_step, num_draft_tokens + 1) * checkpoint.ngram.num_heads
+        self._vocabulary = sum(
+            tensor.loaded_bytes(self._itemsize)
+            for name, tensor in checkpoint.tensors.items()
+            if name in ("embed_tokens", "lm_head")
+        )
+        everything = sum(tensor.loaded_bytes(self._itemsize) for tensor in checkpoint.tensors.values())
+        self._trunk = everything - self._vocabulary
+        self._rows = NUM_ROW_BUFFERS * self.rows_per_buffer * checkpoint.ngram.record_bytes
+        self._index = INDEX_BYTES_PER_TENSOR * len(checkpoint.table.tensors)
+        self._record_bytes = sum(layout.record.record_bytes for layout in checkpoint.experts.values())
+        self._mtp_weights = self._mtp_record = 0
+        if draft == "mtp" and checkpoint.mtp_experts is not None:
+            self._mtp_weights = sum(one.loaded_bytes(self._itemsize) for one in checkpoint.mtp.values())
+            self._mtp_record = checkpoint.mtp_experts.record.record_bytes
+        layouts = checkpoint.expert_layouts(mtp=draft == "mtp").values()
+        self.slot_limit = min(config.num_experts, *(_slot_limit(layout, machine) for layout in layouts))
+        self._widened_per_slot = max(_widened_per_slot(layout, self._itemsize) for layout in layouts)
+        self._widened_pairs = max(_widened_pairs_bytes(layout, self._itemsize) for layout in layouts)
+
+    def _state(self, context: int) -> int:
+        growing = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
+        return state_bytes(self._config, context, self._itemsize).total + growing
+
+    def _workspace(self, context: int) -> int:
+        config, rows = self._config, self._num_draft_tokens + 1
+        sampling = LOGITS_COPIES * config.vocab_size * FLOAT32_BYTES
+        chunk = forward_workspace_bytes(config, self.prefill_step, context, self._itemsize) + sampling
+        # Every row of a verified block has logits, and a token is drawn from each.
+        block = forward_workspace_bytes(config, rows, context, self._itemsize) + rows * sampling
+        return max(chunk, block, STAGING_BYTES)
+
+    def _snapshot(self) -> int:
+        """Return the bytes of one: keys and values are shared with the state, what is rewritten is not."""
+        state = state_bytes(self._config, 0, self._itemsize)
+        return state.recurrent + state.ple
+
+    def _draft_line(self, context: int, slots: int) -> list[PlanLine]:
+        if self._draft == "lookup":
+            size = BYTES_PER_TOKEN * (context + 1)
+            return [PlanLine("draft", size, f"lookup: an index of the text, {context} tokens")]
+        if self._draft == "mtp":
+            cache = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
+            size = self._mtp_weights + slots * self._mtp_record + cache
+            return [PlanLine("draft", size, f"mtp: its weights, {slots} experts, its keys and values")]
+        return []
+
+    def lines(self, context: int, slots: int, num_snapshots: int = 0) -> tuple[PlanLine, ...]:
+        """Return every use of memory, with its reason."""
+        config, machine = self._config, self._machine
+        chunk = f"chunks of {self.prefill_step} tokens"
+        lines = [
+            PlanLine(
+                "imports", machine.imports_bytes, "Python and libraries, measured before anything is loaded"
+            ),
+            PlanLine("index", self._index, f"{len(self._checkpoint.table.tensors)} tensors in the headers"),
+            PlanLine(
+                "trunk", self._trunk, f"{config.num_hidden_layers} layers without routed experts, as computed"
+            ),
+            PlanLine(
+                "vocabulary",
+                self._vocabulary,
+                f"embedding and head, {config.vocab_size} x {config.hidden_size} each",
+            ),
+            PlanLine(
+                "state",
+                self._state(context),
+                f"keys, values, recurrence for {context} tokens; one layer twice, while it grows",
+            ),
+            PlanLine(
+                "snapshots",
+                num_snapshots * self._snapshot(),
+                f"{num_snapshots} earlier points of the conversation to go back to"
+                if num_snapshots
+                else "none are kept",
+            ),
+            PlanLine(
+                "workspace", self._workspace(context), f"intermediate arrays of a forward pass in {chunk}"
+            ),
+            PlanLine("n-gram rows", self._rows, f"two landing buffers of {self.rows_per_buffer} rows"),
+            PlanLine("mlx cache", machine.cache_bytes, "freed buffers that MLX may keep"),
+            PlanLine(
+                "expert slots",
+                slots * self._record_bytes,
+                f"{slots} of {config.num_experts} experts in each of {len(self._checkpoint.experts)} layers",
+            ),
+            *self._draft_line(context, slots),
+        ]
+        widened = slots * self._widened_per_slot + self._widened_pairs
+        if widened:
+            reason = "expert parts of one layer brought to the type they are computed in"
+            lines.append(PlanLine("widening", widened, reason))
+        subtotal = sum(line.bytes for line in lines)
+        lines.append(PlanLine("reserve", _reserve(subtotal), "threads, allocator slack, what nobody counted"))
+        return tuple(lines)
+
+    def total(self, context: int, slots: int, num_snapshots: int = 0) -> int:
+        """Return the sum of the lines: it grows with each of the three."""
+        return sum(line.bytes for line in self.lines(context, slots, num_snapshots))
+
+    def most_slots(self, budget: int, context: int, num_snapshots: int) -> int:
+        """Return the largest number of slots that fits beside the others, 0 if none does."""
+        return _largest(self.slot_limit, budget, lambda slots: self.total(context, slots, num_snapshots))
+
+    def most_snapshots(self, budget: int, context: int, slots: int, asked: int) -> int:
+        """Return how many snapshots of those asked for fit beside the others; 0 if none does."""
+        return _largest(asked, budget, lambda count: self.total(context, slots, count))
+
+    def largest_context(self, budget: int, slots: int) -> int:
+        """Return the largest context that fits beside `slots`, 0 if none does."""
+        longest = self._config.max_position_embeddings
+        return _largest(longest, budget, lambda context: self.total(context, slots))
+
+
+def _largest(most: int, budget: int, total: Callable[[int], int]) -> int:
+    """Return the largest number from 1 to `most` whose total is within the budget, 0 if there is none."""
+    return bisect_right(range(1, most + 1), budget, key=total)
+
+
+def _slot_limit(layout: ExpertLayout, machine: Machine) -> int:
+    """Return how many slots the largest slot tensor of a layer may have on this machine."""
+    most_bytes = min(machine.max_buffer_bytes or MAX_BANK_BYTES, MAX_BANK_BYTES) - 1
+    lengths = layout.record.component_lengths
+    shapes = (math.prod(part.shape) for part in layout.components)
+    return min(
+        min(most_bytes // length, (MAX_BANK_ELEMENTS - 1) // size)
+        for length, size in zip(lengths, shapes, strict=True)
+    )
+
+
+def _widened_per_slot(layout: ExpertLayout, itemsize: int) -> int:
+    """Return the temporary bytes per slot that MLX takes to bring a layer's scales to the compute type."""
+    # With scales in float32, MLX widens the activations instead; float16 and bfloat16 meet in float32.
+    mixed = ("F16",) if itemsize == 2 else ("BF16", "F16")
+    narrow = (part for part in layout.components if part.dtype in mixed and _is_scale(part))
+    return sum(FLOAT32_BYTES * math.prod(part.shape) for part in narrow)
+
+
+def _widened_pairs_bytes(layout: ExpertLayout, itemsize: int) -> int:
+    """Return the temporary bytes of unquantised matrices that are brought to the compute type."""
+    native = "BF16" if itemsize == 2 else "F32"
+    dense = [part for part in layout.components if not _is_scale(part) and part.dtype not in ("U32", native)]
+    largest = max((math.prod(part.shape) for part in dense), default=0)
+    # Two groups of pairs, as stored and as computed: one is queued while the other runs.
+    return 2 * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
+
+
+def _is_scale(part: Component) -> bool:
+    return part.name.endswith((".scales", ".biases"))
+
+
+def _reserve(subtotal: int) -> int:
+    return max(8 * MIB, subtotal // 50)
