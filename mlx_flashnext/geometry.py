@@ -20,6 +20,8 @@ QSA_DENSE_ROWS = 128
 CONV_ROWS = 64
 # Rows of the GDN recurrence in one call: a backend without a kernel keeps the state of every row of a call.
 GDN_ROWS = 32
+# The same where rows may be run again: no backend computes a call of up to 8 rows otherwise than row by row.
+GDN_STEP_ROWS = 8
 # Query rows above the QSA budget that are gathered at a time: bounds the copies of selected keys.
 QSA_SPARSE_ROWS = 16
 FLOAT32_BYTES = 4

@@ -1,21 +1,25 @@
-"""Everything a sequence carries from token to token. What must roll back is here or it does not exist.
+"""Everything a sequence carries from token to token, and the transaction that moves it.
 
-Entry points: `SequenceState`, `MtpState`.
+What must roll back is here or it does not exist.
+
+Entry points: `SequenceState.begin` -> `Block.commit` or `Block.rollback`; `MtpState` likewise.
 
 Invariants:
-S1. Layer states are immutable values; only `commit` puts new ones in place, all at once.
-S2. Key/value buffers are shared between states and written only at rows that no committed token owns: rows
-    below `num_tokens` never change, so a snapshot is a handful of references.
-S3. Recurrent layers cannot forget their last tokens: `trim` refuses. Go back to a snapshot, or start again.
+S1. All that is carried is one immutable value, replaced in one assignment: committed wholly or not at all,
+    whatever is raised and wherever. `commit` and `restore` are the only two that replace it.
+S2. Key/value buffers are shared and written only at rows that no committed token owns (L2). So a snapshot is
+    a reference, and rolling back changes nothing.
+S3. One block is open at a time. A block that nobody holds any more counts as rolled back.
+S4. Recurrent layers cannot forget their last tokens: `trim` refuses. Only the rows of an open block can be
+    cut; go back further to a snapshot, or start again.
+S5. Nothing here waits for the device.
 
-Source: qwen4exp.md 4.1.
+Source: qwen4exp.md 4.1; dflash2.md 2.7.
 """
-
-# Shapes: g key/value heads, N buffer rows, d head width, c index width, j value heads, v value width, k key
-# width.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,172 +27,249 @@ import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.errors import StateError
-from mlx_flashnext.geometry import buffer_rows
-
-
-class RowBuffer:
-    """Rows appended along one axis, in an array that grows in steps or has its final size from the start.
-
-    Args:
-        shape: Of the array at its initial size.
-        axis: The axis of rows.
-        dtype: Of the array.
-        growth: Rows gained at a time; 0 means the size is final.
-    """
-
-    def __init__(self, shape: tuple[int, ...], axis: int, dtype: mx.Dtype, growth: int) -> None:
-        self.array = mx.zeros(shape, dtype)
-        self._axis = axis
-        self._before = (slice(None),) * axis
-        self._growth = growth
-
-    def write(self, rows: mx.array, start: int) -> mx.array:
-        """Put `rows` at `start` and return the whole new array.
-
-        Nothing else may hold the old array: then an evaluated buffer is updated in place, not copied.
-
-        Raises:
-            StateError: They do not fit a buffer of final size.
-        """
-        end = start + rows.shape[self._axis]
-        if end > self.array.shape[self._axis]:
-            self._grow(end)
-        # A place known on the host: Metal has read places given as arrays too early (ml-explore/mlx#3880).
-        self.array[(*self._before, slice(start, end))] = rows.astype(self.array.dtype)
-        return self.array
-
-    def first(self, count: int) -> mx.array:
-        """Return the first `count` rows."""
-        return mx.take(self.array, mx.arange(count), axis=self._axis)
-
-    def _grow(self, end: int) -> None:
-        held = self.array.shape[self._axis]
-        if not self._growth:
-            raise StateError(
-                f"A state allocated for {held} rows cannot hold {end}",
-                hint="allocate a larger context",
-                rows=end,
-            )
-        shape = list(self.array.shape)
-        shape[self._axis] = -(-end // self._growth) * self._growth - held
-        self.array = mx.concatenate([self.array, mx.zeros(shape, self.array.dtype)], axis=self._axis)
+from mlx_flashnext.layer_state import (
+    LayerState,
+    PleState,
+    QsaState,
+    S,
+    Staged,
+    empty_gdn,
+    empty_ple,
+    empty_qsa,
+    named_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class GdnState:
-    """A GDN layer's matrices [1, j, v, k] in float32, and the last rows that entered its convolution."""
-
-    recurrent: mx.array
-    conv_window: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class QsaState:
-    """A QSA layer's cache.
-
-    Keys (normalised and rotated) and values [g, N, d], pooled index keys [N / r, c] in float32, and the raw
-    index keys of the block still open.
-    """
-
-    keys: RowBuffer
-    values: RowBuffer
-    pooled: RowBuffer
-    open_keys: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class PleState:
-    """The last `ngram_size - 1` token ids, oldest first, and the rows that entered the PLE convolution."""
-
-    history: tuple[int, ...]
-    conv_rows: mx.array
-
-
-LayerState = GdnState | QsaState
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """References to a state as it was; see `SequenceState.restore`."""
+class Carried:
+    """All that `num_tokens` tokens have left; `ple` is None where there is no n-gram memory."""
 
     num_tokens: int
     layers: tuple[LayerState, ...]
-    ple: PleState
-    num_restores: int
+    ple: PleState | None
+
+    def arrays(self) -> list[mx.array]:
+        """Return every array held."""
+        held = [] if self.ple is None else self.ple.arrays()
+        for layer in self.layers:
+            held.extend(layer.arrays())
+        return held
 
 
-class SequenceState:
-    """What the trunk carries for one sequence.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Snapshot:
+    """A reference to a state as it was; see `restore`."""
+
+    carried: Carried
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens consumed by then."""
+        return self.carried.num_tokens
+
+
+class Block:
+    """The rows of one forward pass, from `begin` to `commit` or `rollback`.
+
+    As a context manager: leaving it uncommitted, with or without an error, rolls back.
+
+    Attributes:
+        before: What the sequence carries while the block is open.
+        num_rows: Rows of the block.
+        is_revocable: Whether fewer rows than all may be committed.
+    """
+
+    def __init__(self, state: TransactionalState, num_rows: int, is_revocable: bool) -> None:
+        self.before = state.carried
+        self.num_rows = num_rows
+        # The only row of a block is kept or the whole block is not: there is nothing to return to.
+        self.is_revocable = is_revocable and num_rows > 1
+        self._state: TransactionalState | None = state
+        self._layers: tuple[Staged, ...] | None = None
+        self._ple: Staged[PleState] | None = None
+
+    @property
+    def position(self) -> int:
+        """Return the tokens before the block."""
+        return self.before.num_tokens
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise StateError unless the block is open, has not been run, and has `num_rows` rows."""
+        if self._state is None:
+            raise StateError("The block is closed", hint="begin another")
+        if self._layers is not None:
+            raise StateError("The block has been run", hint="commit it or roll it back, then begin another")
+        if num_rows != self.num_rows:
+            raise StateError(
+                f"{num_rows} rows for a block of {self.num_rows}",
+                hint="begin a block of as many",
+            )
+
+    def stage(self, layers: Sequence[Staged], ple: Staged[PleState] | None = None) -> None:
+        """Take what the forward pass left; the sequence is unchanged."""
+        self._layers, self._ple = tuple(layers), ple
+
+    def commit(self, rows: int | None = None) -> None:
+        """Make the first `rows` rows part of the sequence and close the block.
+
+        Fewer rows than all cost a run of the recurrence over those that stay, submitted here and not waited
+        for; keys and values cost nothing. If this raises, the sequence is unchanged.
+
+        Args:
+            rows: 1 to `num_rows`; None for all.
+
+        Raises:
+            StateError: The block is closed or was not run, `rows` is out of range, or fewer rows than all of
+                a block that is not revocable.
+        """
+        kept = self.num_rows if rows is None else rows
+        state = self._check_commit(kept)
+        assert self._layers is not None
+        after = Carried(
+            num_tokens=self.position + kept,
+            layers=tuple(self._after(layer, kept) for layer in self._layers),
+            ple=None if self._ple is None else self._after(self._ple, kept),
+        )
+        state.check_consistent(after)
+        if kept < self.num_rows:
+            mx.async_eval(after.arrays())
+        state.replace(after)
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Close the block; what is not committed is forgotten. Does nothing to a closed block."""
+        self._state = self._layers = self._ple = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the block can still be committed."""
+        return self._state is not None
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rollback()
+
+    def _after(self, staged: Staged[S], rows: int) -> S:
+        if rows == self.num_rows:
+            return staged.final
+        assert staged.journal is not None
+        return staged.journal.state_after(rows)
+
+    def _check_commit(self, rows: int) -> TransactionalState:
+        if self._state is None:
+            raise StateError("The block is closed", hint="begin another")
+        if self._layers is None:
+            raise StateError("The block has not been run", hint="pass it to forward first")
+        if not 1 <= rows <= self.num_rows:
+            raise StateError(
+                f"{rows} rows of a block of {self.num_rows} cannot be kept",
+                hint="keep at least the first; to keep none, roll back",
+            )
+        if rows < self.num_rows and not self.is_revocable:
+            raise StateError(
+                f"A block begun as not revocable cannot be cut to {rows} of its {self.num_rows} rows",
+                hint="begin it as revocable",
+            )
+        return self._state
+
+
+class TransactionalState:
+    """What is common to all that is carried: one value, one open block, snapshots.
 
     Args:
         config: Model geometry.
-        compute_dtype: Type of activations.
-        capacity_tokens: Allocate key/value buffers for this many tokens and refuse more; None grows as
-            needed.
-
-    Attributes:
-        num_tokens: Tokens consumed.
-        layers: One state per layer.
-        ple: The n-gram memory's state.
+        carried: The state before the first token.
+        capacity_tokens: Most tokens; None for no limit.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, compute_dtype: mx.Dtype, capacity_tokens: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, carried: Carried, capacity_tokens: int | None) -> None:
         self._config = config
+        self._carried = carried
         self.capacity_tokens = capacity_tokens
-        self._restored_to: list[int] = []
-        self.num_tokens = 0
-        self.layers: tuple[LayerState, ...] = tuple(
-            empty_gdn(config, compute_dtype)
-            if kind == "gdn"
-            else empty_qsa(config, compute_dtype, capacity_tokens)
-            for kind in config.layer_kinds
-        )
-        self.ple = PleState(
-            history=(config.ngram_separator,) * (config.ngram_size - 1),
-            conv_rows=mx.zeros((config.ple_conv_rows, config.stack_size), compute_dtype),
-        )
+        self._block: weakref.ref[Block] | None = None
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+
+    @property
+    def carried(self) -> Carried:
+        """Return all that is carried."""
+        return self._carried
+
+    @property
+    def layers(self) -> tuple[LayerState, ...]:
+        """Return one state per layer."""
+        return self._carried.layers
+
+    def begin(self, num_rows: int, *, revocable: bool = True) -> Block:
+        """Open a block of rows after the tokens so far.
+
+        Args:
+            num_rows: At least 1.
+            revocable: Keep what it takes to commit fewer rows than all: see `geometry.journal_bytes`.
+
+        Raises:
+            StateError: No rows, more than there is room for, or a block is open.
+        """
+        self._check_closed("begun")
+        if num_rows < 1:
+            raise StateError("A block needs at least one token", hint="give a prompt")
+        self.check_room(num_rows)
+        block = Block(self, num_rows, revocable)
+        self._block = weakref.ref(block)
+        return block
 
     def check_room(self, count: int) -> None:
         """Raise StateError if `count` more tokens do not fit."""
-        if self.capacity_tokens is not None and self.num_tokens + count > self.capacity_tokens:
+        num_tokens = self._carried.num_tokens
+        if self.capacity_tokens is not None and num_tokens + count > self.capacity_tokens:
             raise StateError(
-                f"{self.num_tokens} + {count} tokens do not fit a state of {self.capacity_tokens}",
+                f"{num_tokens} + {count} tokens do not fit a state of {self.capacity_tokens}",
                 hint="ask for a longer context, or start a new sequence",
-                num_tokens=self.num_tokens + count,
+                num_tokens=num_tokens + count,
                 capacity_tokens=self.capacity_tokens,
             )
 
-    def commit(self, count: int, layers: Sequence[LayerState], ple: PleState) -> None:
-        """Advance by `count` tokens to the given states."""
-        self.layers = tuple(layers)
-        self.ple = ple
-        self.num_tokens += count
+    def check_consistent(self, carried: Carried) -> None:
+        """Assert that every part of what is to be carried has forgotten what the others have."""
+        ratio = self._config.indexer_compress_ratio
+        for layer in carried.layers:
+            if isinstance(layer, QsaState):
+                assert layer.open_keys.shape[0] == carried.num_tokens % ratio
+
+    def replace(self, carried: Carried) -> None:
+        """Carry something else from now on; `Block.commit` and `restore` alone call this."""
+        self._carried = carried
 
     def arrays(self) -> list[mx.array]:
         """Return every array the sequence holds."""
-        held = [self.ple.conv_rows]
-        for layer in self.layers:
-            held.extend(layer_arrays(layer))
-        return held
+        return self._carried.arrays()
 
     def named_arrays(self) -> dict[str, mx.array]:
         """Return the meaningful rows of every array by name: two states are equal if all of these are."""
-        ratio = self._config.indexer_compress_ratio
-        named = {"ple.history": mx.array(self.ple.history), "ple.conv_rows": self.ple.conv_rows}
-        for index, layer in enumerate(self.layers):
-            for name, array in _layer_rows(layer, self.num_tokens, ratio).items():
+        carried, ratio = self._carried, self._config.indexer_compress_ratio
+        named = {"num_tokens": mx.array(carried.num_tokens)}
+        if carried.ple is not None:
+            named |= {"ple.history": mx.array(carried.ple.history), "ple.conv_rows": carried.ple.conv_rows}
+        for index, layer in enumerate(carried.layers):
+            for name, array in named_rows(layer, carried.num_tokens, ratio).items():
                 named[f"layers.{index}.{name}"] = array
         return named
 
     def num_bytes(self) -> int:
-        """Return the bytes held."""
+        """Return the bytes held, without those of an open block."""
         return sum(array.nbytes for array in self.arrays())
 
     def snapshot(self) -> Snapshot:
-        """Return references to the state as it is now."""
-        return Snapshot(self.num_tokens, self.layers, self.ple, len(self._restored_to))
+        """Return a reference to the state as it is now.
+
+        Raises:
+            StateError: A block is open.
+        """
+        self._check_closed("remembered")
+        snapshot = Snapshot(self._carried)
+        self._snapshots.add(snapshot)
+        return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this sequence.
@@ -196,21 +277,18 @@ class SequenceState:
         Going back to n tokens invalidates snapshots of more than n: their cached rows will be overwritten.
 
         Raises:
-            StateError: The snapshot was invalidated so, or is of another sequence.
+            StateError: The snapshot was invalidated so, or is of another sequence, or a block is open.
         """
-        is_ours = len(snapshot.layers) == len(self.layers) and all(
-            not isinstance(old, QsaState) or (isinstance(new, QsaState) and old.keys is new.keys)
-            for old, new in zip(snapshot.layers, self.layers, strict=True)
-        )
-        if not is_ours or snapshot.num_tokens > min(
-            self._restored_to[snapshot.num_restores :], default=1 << 62
-        ):
+        self._check_closed("restored")
+        if snapshot not in self._snapshots:
             raise StateError(
                 f"A snapshot at {snapshot.num_tokens} tokens no longer fits this sequence",
                 hint="run the tokens again from the start",
             )
-        self._restored_to.append(snapshot.num_tokens)
-        self.num_tokens, self.layers, self.ple = snapshot.num_tokens, snapshot.layers, snapshot.ple
+        for other in list(self._snapshots):
+            if other.num_tokens > snapshot.num_tokens:
+                self._snapshots.discard(other)
+        self.replace(snapshot.carried)
 
     def trim(self, num_tokens: int) -> None:
         """Refuse to forget tokens: recurrent layers cannot undo them, and trimming only the rest corrupts.
@@ -218,88 +296,71 @@ class SequenceState:
         Raises:
             StateError: Always, unless nothing would be forgotten.
         """
-        if num_tokens != self.num_tokens:
+        if num_tokens != self._carried.num_tokens:
             raise StateError(
-                f"A sequence of {self.num_tokens} tokens cannot be trimmed to {num_tokens}",
+                f"A sequence of {self._carried.num_tokens} tokens cannot be trimmed to {num_tokens}",
                 hint="its recurrent layers cannot be undone: restore a snapshot, or run the tokens again",
-                num_tokens=self.num_tokens,
+                num_tokens=self._carried.num_tokens,
+            )
+
+    def _check_closed(self, verb: str) -> None:
+        block = None if self._block is None else self._block()
+        if block is not None and block.is_open:
+            raise StateError(
+                f"No state can be {verb} while a block of {block.num_rows} rows is open",
+                hint="commit it or roll it back",
             )
 
 
-class MtpState:
-    """What the MTP module carries for one sequence.
+class SequenceState(TransactionalState):
+    """What the trunk carries for one sequence.
 
     Args:
         config: Model geometry.
         compute_dtype: Type of activations.
-        capacity_tokens: As for `SequenceState`.
-
-    Attributes:
-        num_cells: Cells computed: one per committed position but the last.
-        layer: Cache of its one layer.
+        capacity_tokens: Allocate key/value buffers for this many tokens and refuse more; None grows as
+            needed.
     """
 
     def __init__(
         self, config: ModelConfig, *, compute_dtype: mx.Dtype, capacity_tokens: int | None = None
     ) -> None:
-        self._config = config
-        self.num_cells = 0
-        self.layer = empty_qsa(config, compute_dtype, capacity_tokens)
+        layers = tuple(
+            empty_gdn(config, compute_dtype)
+            if kind == "gdn"
+            else empty_qsa(config, compute_dtype, capacity_tokens)
+            for kind in config.layer_kinds
+        )
+        super().__init__(config, Carried(0, layers, empty_ple(config, compute_dtype)), capacity_tokens)
 
-    def commit(self, count: int, layer: QsaState) -> None:
-        """Advance by `count` cells."""
-        self.layer = layer
-        self.num_cells += count
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens consumed."""
+        return self._carried.num_tokens
 
-    def arrays(self) -> list[mx.array]:
-        """Return every array held."""
-        return layer_arrays(self.layer)
-
-    def named_arrays(self) -> dict[str, mx.array]:
-        """Return the meaningful rows of every array by name."""
-        return _layer_rows(self.layer, self.num_cells, self._config.indexer_compress_ratio)
-
-
-def empty_gdn(config: ModelConfig, dtype: mx.Dtype) -> GdnState:
-    """Return a GDN layer's state before the first token."""
-    heads, value, key = (
-        config.linear_num_value_heads,
-        config.linear_value_head_dim,
-        config.linear_key_head_dim,
-    )
-    return GdnState(
-        recurrent=mx.zeros((1, heads, value, key)),
-        conv_window=mx.zeros((config.linear_conv_kernel_dim - 1, config.linear_conv_dim), dtype),
-    )
+    @property
+    def ple(self) -> PleState:
+        """Return the n-gram memory's state."""
+        assert self._carried.ple is not None
+        return self._carried.ple
 
 
-def empty_qsa(config: ModelConfig, dtype: mx.Dtype, capacity_tokens: int | None) -> QsaState:
-    """Return a QSA layer's cache before the first token."""
-    ratio, index_dim = config.indexer_compress_ratio, config.indexer_head_dim
-    rows = buffer_rows(0, capacity_tokens)
-    growth = 0 if capacity_tokens is not None else buffer_rows(1, None)
-    kv_shape = (config.num_key_value_heads, rows, config.head_dim)
-    return QsaState(
-        keys=RowBuffer(kv_shape, 1, dtype, growth),
-        values=RowBuffer(kv_shape, 1, dtype, growth),
-        pooled=RowBuffer((-(-rows // ratio), index_dim), 0, mx.float32, -(-growth // ratio)),
-        open_keys=mx.zeros((0, index_dim), dtype),
-    )
+class MtpState(TransactionalState):
+    """What the MTP module carries for one sequence: the cache of its one layer.
 
+    Args:
+        config: Model geometry.
+        compute_dtype: Type of activations.
+        capacity_tokens: As for `SequenceState`.
+    """
 
-def layer_arrays(layer: LayerState) -> list[mx.array]:
-    """Return every array of a layer's state."""
-    if isinstance(layer, GdnState):
-        return [layer.recurrent, layer.conv_window]
-    return [layer.keys.array, layer.values.array, layer.pooled.array, layer.open_keys]
+    def __init__(
+        self, config: ModelConfig, *, compute_dtype: mx.Dtype, capacity_tokens: int | None = None
+    ) -> None:
+        layers = (empty_qsa(config, compute_dtype, capacity_tokens),)
+        super().__init__(config, Carried(0, layers, None), capacity_tokens)
 
-
-def _layer_rows(layer: LayerState, num_tokens: int, ratio: int) -> dict[str, mx.array]:
-    if isinstance(layer, GdnState):
-        return {"recurrent": layer.recurrent, "conv_window": layer.conv_window}
-    return {
-        "keys": layer.keys.first(num_tokens),
-        "values": layer.values.first(num_tokens),
-        "pooled": layer.pooled.first(num_tokens // ratio),
-        "open_keys": layer.open_keys,
-    }
+    @property
+    def num_cells(self) -> int:
+        """Return the cells computed: one per committed position but the last."""
+        return self._carried.num_tokens

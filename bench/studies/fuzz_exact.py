@@ -28,6 +28,7 @@ from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.state import SequenceState
 from tests.tiny.checkpoints import build_hf, build_mlx
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,10 +67,10 @@ def refer(model: FlashNext, prompt: list[int], count: int) -> Reference:
     """Answer token by token."""
     state, answer = model.new_state(), []
     for token in prompt[:-1]:
-        mx.eval(model.forward([token], state, logits="none").stack)
+        mx.eval(advance(model, [token], state, logits="none").stack)
     token = prompt[-1]
     for _ in range(count):
-        logits = model.forward([token], state).logits
+        logits = advance(model, [token], state).logits
         assert logits is not None
         token = int(mx.argmax(logits[-1]).item())
         answer.append(token)

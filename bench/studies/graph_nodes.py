@@ -20,7 +20,8 @@ from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.model.flashnext import FlashNext
-from mlx_flashnext.state import SequenceState, layer_arrays
+from mlx_flashnext.state import SequenceState
+from tests.tiny.stepping import advance
 
 PREFILL_BLOCK = 16
 
@@ -44,12 +45,12 @@ def parts(model: FlashNext, state: SequenceState) -> dict[str, Counter[str]]:
         index = config.layer_kinds.index(kind)
         layer = model._layers[index]
         found[f"{kind} read"] = nodes(*layer._attn_hyper.read(stack_TGD))
-        y_TD, after = layer._mix(x_TD, state.layers[index], position)
-        found[f"{kind} mixer"] = nodes(y_TD, *layer_arrays(after))
+        y_TD, staged = layer._mix(x_TD, state.layers[index], position, is_revocable=False)
+        found[f"{kind} mixer"] = nodes(y_TD, *staged.arrays())
         found[f"{kind} router"] = nodes(*layer._moe.route(x_TD))
         found[f"{kind} experts"] = nodes(layer._moe(x_TD))
-        mx.eval(layer_arrays(after))
-    output = model.forward([0], state)
+        mx.eval(staged.arrays())
+    output = advance(model, [0], state)
     assert output.logits is not None
     found["token"] = nodes(output.logits)
     return found
@@ -72,7 +73,7 @@ def main() -> None:
         state = model.new_state()
         prompt = [(17 * position + 3) % (vocabulary // 2) for position in range(options.tokens)]
         for start in range(0, len(prompt), PREFILL_BLOCK):
-            mx.eval(model.forward(prompt[start : start + PREFILL_BLOCK], state, logits="none").stack)
+            mx.eval(advance(model, prompt[start : start + PREFILL_BLOCK], state, logits="none").stack)
         found = parts(model, state)
     for name, counts in found.items():
         most = ", ".join(f"{primitive} {count}" for primitive, count in counts.most_common(4))

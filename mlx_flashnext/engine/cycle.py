@@ -64,8 +64,10 @@ class Timeline:
             chunk: token ids; their logits are not computed.
         """
         self.target.experts.owner = self.owner
-        output = self.target.model.forward(chunk, self.state, logits="none")
-        fence(self.target.sync, output.stack)
+        with self.state.begin(len(chunk), revocable=False) as block:
+            output = self.target.model.forward(chunk, block, logits="none")
+            fence(self.target.sync, output.stack)
+            block.commit()
         self._commit(chunk)
 
     def cycle(self, anchor: int, sampler: Sampler) -> int:
@@ -76,9 +78,11 @@ class Timeline:
             sampler: chooses from the logits; it has seen every committed token, the anchor included.
         """
         self.target.experts.owner = self.owner
-        output = self.target.model.forward([anchor], self.state, logits="last")
-        assert output.logits is not None
-        token = int(to_host(self.target.sync, sampler.sample(output.logits.squeeze(0))))
+        with self.state.begin(1) as block:
+            output = self.target.model.forward([anchor], block, logits="last")
+            assert output.logits is not None
+            token = int(to_host(self.target.sync, sampler.sample(output.logits.squeeze(0))))
+            block.commit()
         self._commit([anchor])
         return token
 

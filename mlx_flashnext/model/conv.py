@@ -37,7 +37,8 @@ class CausalConv:
             history_HC: The rows before it.
 
         Returns:
-            y_TC in float32, and the history of the next block in the type of `x_TC`.
+            y_TC in float32, and the window [H + T, C] of history and block; `rows_before` cuts from it the
+            history of whatever comes after any of the rows.
         """
         T, C = x_TC.shape
         window = mx.concatenate([history_HC, x_TC])
@@ -47,15 +48,15 @@ class CausalConv:
             shape = (end - first, self._taps_JC.shape[0], C)
             view_RJC = mx.as_strided(after(parts, window), shape, strides, offset=first * C)
             parts.append((view_RJC * self._taps_JC).sum(axis=1))
-        return joined(parts), last_rows(window, history_HC.shape[0])
+        return joined(parts), window
 
 
-def last_rows(window: mx.array, count: int) -> mx.array:
-    """Return the last rows without keeping a long block's buffer alive.
+def rows_before(window: mx.array, end: int, count: int) -> mx.array:
+    """Return the `count` rows before row `end` without keeping a long block's buffer alive.
 
     A slice shares the whole buffer, so it is used only where that costs less than twice the rows.
     """
-    start = window.shape[0] - count
-    if start < count:
-        return window[start:]
-    return mx.take(window, mx.arange(start, start + count), axis=0)
+    start = end - count
+    if window.shape[0] < 2 * count:
+        return window[start:end]
+    return mx.take(window, mx.arange(start, end), axis=0)

@@ -4,8 +4,8 @@ Entry point: `FlashNext.forward`. The one decode and prefill path: a block of an
 
 Invariants:
 F1. N-gram rows are requested before the first layer and waited for just at the layer that adds them.
-F2. The sequence state changes only after every layer has been built (M2); the returned logits (or the stack,
-    without logits) carry the new state as a dependency, so one wait for them completes both.
+F2. A pass stages what it leaves in the block it was given and commits nothing. The returned logits (or the
+    stack, without logits) carry what is staged as a dependency, so one wait for them completes both.
 
 Source: qwen4exp.md 2.1 and 2.8. There is no final norm: the last operation before the head is the terminal
 mixer.
@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.errors import StateError
+from mlx_flashnext.layer_state import PleState, Staged
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperRead
 from mlx_flashnext.model.layer import DecoderLayer
@@ -32,7 +33,7 @@ from mlx_flashnext.model.mtp import MtpCell
 from mlx_flashnext.model.ple import NgramMemory, RowSource, ngram_rows
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import LayerState, PleState, SequenceState
+from mlx_flashnext.state import Block, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +100,16 @@ class FlashNext:
     def forward(
         self,
         tokens: Sequence[int],
-        state: SequenceState,
+        block: Block,
         *,
         logits: Literal["all", "last", "none"] = "last",
         taps: Collection[int] = (),
     ) -> ForwardOutput:
-        """Run a block of tokens and advance the state past it.
+        """Run a block of tokens and stage what it leaves; the sequence is unchanged until the commit.
 
         Args:
-            tokens: At least one token id.
-            state: Everything the sequence carries; unchanged if this raises.
+            tokens: One token id per row of the block.
+            block: Opened on a state of this model, and not yet run.
             logits: Of which positions.
             taps: Layers whose output stack is returned.
 
@@ -116,29 +117,32 @@ class FlashNext:
             Lazy arrays; waiting for `logits` (or, without logits, for `stack`) completes the state too.
 
         Raises:
-            StateError: No tokens, a token outside the vocabulary, or more than the state has room for.
+            StateError: A token outside the vocabulary, or a block of other rows, closed, or run before.
         """
+        block.check_rows(len(tokens))
         self._check_tokens(tokens)
-        state.check_room(len(tokens))
-        pending = self._rows.issue(ngram_rows(tokens, state.ple.history, self.config))
-        ple_state = state.ple
+        before, is_revocable = block.before, block.is_revocable
+        assert before.ple is not None
+        pending = self._rows.issue(ngram_rows(tokens, before.ple.history, self.config))
         hidden_TD = self._embed(mx.array(list(tokens), mx.int32))
         stack_TGD = mx.repeat(hidden_TD[:, None], self.config.hc_count, axis=1)
-        layer_states: list[LayerState] = []
+        staged: list[Staged] = []
+        staged_ple: Staged[PleState] | None = None
         tapped: dict[int, mx.array] = {}
         for index, layer in enumerate(self._layers):
             if index == self.config.ple_layer:
-                delta_TGD, conv_rows = self._ple(stack_TGD, pending.wait(), state.ple.conv_rows)
-                (stack_TGD,) = mx.depends([stack_TGD + delta_TGD], [conv_rows])
-                ple_state = PleState(
-                    history=(*state.ple.history, *tokens)[len(tokens) :], conv_rows=conv_rows
+                delta_TGD, staged_ple = self._ple(
+                    stack_TGD, tokens, pending.wait(), before.ple, is_revocable=is_revocable
                 )
-            stack_TGD, layer_state = layer(stack_TGD, state.layers[index], state.num_tokens)
-            layer_states.append(layer_state)
+                (stack_TGD,) = mx.depends([stack_TGD + delta_TGD], staged_ple.arrays())
+            stack_TGD, staged_layer = layer(
+                stack_TGD, before.layers[index], before.num_tokens, is_revocable=is_revocable
+            )
+            staged.append(staged_layer)
             if index in taps:
                 tapped[index] = stack_TGD
 
-        state.commit(len(tokens), layer_states, ple_state)
+        block.stage(staged, staged_ple)
         if logits == "none":
             return ForwardOutput(None, stack_TGD, tapped)
         return ForwardOutput(self.head(stack_TGD if logits == "all" else stack_TGD[-1:]), stack_TGD, tapped)
@@ -159,8 +163,6 @@ class FlashNext:
         return MtpCell(self.config, weights, experts, sync, embed=self._embed, head=self._head)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not tokens:
-            raise StateError("A block needs at least one token", hint="give a prompt")
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.config.vocab_size:
             raise StateError(

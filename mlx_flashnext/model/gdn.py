@@ -17,16 +17,44 @@ Source: qwen4exp.md 2.4.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
-from mlx_flashnext.geometry import GDN_ROWS
-from mlx_flashnext.model.conv import CausalConv
+from mlx_flashnext.geometry import GDN_ROWS, GDN_STEP_ROWS
+from mlx_flashnext.layer_state import GdnState, Staged
+from mlx_flashnext.model.conv import CausalConv, rows_before
 from mlx_flashnext.model.order import joined, row_blocks
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import GdnState
 
 L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GdnJournal:
+    """What the recurrence read in a block, and the state it started from: running it again needs no more.
+
+    Attributes:
+        recurrent: The state before the block.
+        window: [H + T, C] rows that entered the convolution, history first.
+        inputs: k_Thk, v_Tjv, gamma_Tj and beta_Tj of the recurrence; queries leave no trace in the state.
+    """
+
+    recurrent: mx.array
+    window: mx.array
+    inputs: tuple[mx.array, ...]
+
+    def state_after(self, rows: int) -> GdnState:
+        """Return the state after the first rows, by the steps that the block took."""
+        kept = [each[:rows] for each in self.inputs]
+        _, recurrent = recur([kept[0], *kept], self.recurrent, GDN_STEP_ROWS)
+        history = self.window.shape[0] - self.inputs[0].shape[0]
+        return GdnState(recurrent, rows_before(self.window, history + rows, history))
+
+    def arrays(self) -> list[mx.array]:
+        """Return what the block computed of it."""
+        return [self.window, *self.inputs]
 
 
 class GatedDeltaNet:
@@ -57,13 +85,16 @@ class GatedDeltaNet:
         self._query_scale_k = mx.full((key_width,), 1.0 / key_width)
         self._key_scale_k = mx.full((key_width,), key_width**-0.5)
 
-    def __call__(self, x_TD: mx.array, state: GdnState, position: int) -> tuple[mx.array, GdnState]:
+    def __call__(
+        self, x_TD: mx.array, state: GdnState, position: int, *, is_revocable: bool = False
+    ) -> tuple[mx.array, Staged[GdnState]]:
         """Mix a block of positions.
 
         Args:
             x_TD: Sublayer input.
             state: What the earlier positions left.
             position: Unused: the recurrence knows no positions.
+            is_revocable: Keep what it takes to return to any row.
 
         Returns:
             y_TD, and the state after the block.
@@ -82,13 +113,31 @@ class GatedDeltaNet:
         beta_Tj = mx.sigmoid(self._b(x_TD)).astype(mx.float32)
         step_Tj = mx.logaddexp(self._a(x_TD).astype(mx.float32) + self._dt_bias_j, 0.0)
         gamma_Tj = mx.exp(self._decay_j * step_Tj)
-        outputs: list[mx.array] = []
-        recurrent = state.recurrent
-        for first, end in row_blocks(0, T, GDN_ROWS):
-            block = [each[None, first:end] for each in (q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj)]
-            o_1Rjv, recurrent = mx.fast.gated_delta_update(*block, initial_state=recurrent)
-            outputs.append(o_1Rjv.squeeze(0))
-        y_Tjv = mx.fast.rms_norm(joined(outputs), self._norm_v, config.rms_norm_eps)
+        inputs = [q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj]
+        o_Tjv, recurrent = recur(inputs, state.recurrent, GDN_STEP_ROWS if is_revocable else GDN_ROWS)
+        y_Tjv = mx.fast.rms_norm(o_Tjv, self._norm_v, config.rms_norm_eps)
         y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
         y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))
-        return y_TD, GdnState(recurrent=recurrent, conv_window=window)
+        final = GdnState(recurrent, rows_before(window, window.shape[0], state.conv_window.shape[0]))
+        if not is_revocable:
+            return y_TD, Staged(final)
+        return y_TD, Staged(final, GdnJournal(state.recurrent, window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
+
+
+def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.array, mx.array]:
+    """Run the recurrence.
+
+    Args:
+        inputs: q_Thk, k_Thk, v_Tjv, gamma_Tj and beta_Tj, float32.
+        recurrent: The state before the first row.
+        step: Rows of one call.
+
+    Returns:
+        o_Tjv, and the state after the last row.
+    """
+    outputs: list[mx.array] = []
+    for first, end in row_blocks(0, inputs[0].shape[0], step):
+        block = [each[None, first:end] for each in inputs]
+        o_1Rjv, recurrent = mx.fast.gated_delta_update(*block, initial_state=recurrent)
+        outputs.append(o_1Rjv.squeeze(0))
+    return joined(outputs), recurrent

@@ -12,6 +12,7 @@ import copy
 import mlx.core as mx
 
 from mlx_flashnext.config import LayerKind, ModelConfig
+from mlx_flashnext.layer_state import GdnState, LayerState, QsaState, Staged
 from mlx_flashnext.model.gdn import GatedDeltaNet
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperConnection
@@ -19,7 +20,6 @@ from mlx_flashnext.model.moe import ExpertProvider, MixtureOfExperts
 from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import GdnState, LayerState, QsaState, layer_arrays
 
 
 class DecoderLayer:
@@ -57,24 +57,27 @@ class DecoderLayer:
         self._mlp_hyper = HyperConnection(config, weights, f"{name}.mlp_hyper_connection")
         self._moe = MixtureOfExperts(config, weights, f"{name}.mlp", layer, experts, sync)
 
-    def __call__(self, stack_TGD: mx.array, state: LayerState, position: int) -> tuple[mx.array, LayerState]:
+    def __call__(
+        self, stack_TGD: mx.array, state: LayerState, position: int, *, is_revocable: bool
+    ) -> tuple[mx.array, Staged]:
         """Run the layer on a block of positions.
 
         Args:
             stack_TGD: The residual stack.
             state: What the layer carries from the tokens before.
             position: Tokens before the block.
+            is_revocable: Keep what it takes to return to any row.
 
         Returns:
             The stack and the state after the layer.
         """
         mixed_TD, inject_TG = self._attn_hyper.read(stack_TGD)
-        y_TD, state = self._mix(mixed_TD, state, position)
+        y_TD, staged = self._mix(mixed_TD, state, position, is_revocable)
         # Untied, the new states would be computed last of all and keep every layer's block alive till then.
-        (y_TD,) = mx.depends([y_TD], layer_arrays(state))
+        (y_TD,) = mx.depends([y_TD], staged.arrays())
         stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
         mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
-        return HyperConnection.write(stack_TGD, self._moe(mixed_TD), inject_TG), state
+        return HyperConnection.write(stack_TGD, self._moe(mixed_TD), inject_TG), staged
 
     def with_experts(self, experts: ExpertProvider) -> DecoderLayer:
         """Return the same layer over another provider of experts."""
@@ -82,10 +85,12 @@ class DecoderLayer:
         other._moe = self._moe.with_experts(experts)
         return other
 
-    def _mix(self, x_TD: mx.array, state: LayerState, position: int) -> tuple[mx.array, LayerState]:
+    def _mix(
+        self, x_TD: mx.array, state: LayerState, position: int, is_revocable: bool
+    ) -> tuple[mx.array, Staged]:
         if self._gdn is not None:
             assert isinstance(state, GdnState)
-            return self._gdn(x_TD, state, position)
+            return self._gdn(x_TD, state, position, is_revocable=is_revocable)
         assert self._qsa is not None
         assert isinstance(state, QsaState)
-        return self._qsa(x_TD, state, position)
+        return self._qsa(x_TD, state, position, is_revocable=is_revocable)

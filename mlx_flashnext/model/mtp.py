@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
-from mlx_flashnext.errors import StateError
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperRead
 from mlx_flashnext.model.layer import DecoderLayer
@@ -24,7 +23,7 @@ from mlx_flashnext.model.norm import ZeroCentredNorm
 from mlx_flashnext.model.quant import Embedding, Linear
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import MtpState, QsaState
+from mlx_flashnext.state import Block
 
 
 class MtpCell:
@@ -69,31 +68,31 @@ class MtpCell:
         self._mixer = HyperRead(config, weights, "mtp.hyper_connection_mixer")
 
     def forward(
-        self, stack_TGD: mx.array, next_tokens: Sequence[int], state: MtpState
+        self, stack_TGD: mx.array, next_tokens: Sequence[int], block: Block
     ) -> tuple[mx.array, mx.array]:
-        """Run cells for consecutive positions and advance their state.
+        """Run cells for consecutive positions and stage what they leave.
 
         Args:
             stack_TGD: Stack of each position: the trunk's, or the output of the cell before.
             next_tokens: The token after each position.
-            state: Cells so far; unchanged if this raises.
+            block: Opened on an `MtpState` for as many cells, and not yet run.
 
         Returns:
             logits_TV for the token after `next_tokens`, and the cells' stack_TGD; waiting for the logits
             completes the state too.
 
         Raises:
-            StateError: Rows and tokens differ in number.
+            StateError: Stacks, tokens and the block's rows differ in number, or the block is closed or was
+                run before.
         """
         T = len(next_tokens)
-        if stack_TGD.shape[0] != T:
-            raise StateError(
-                f"{T} stacks for {len(next_tokens)} tokens", hint="give one next token per position"
-            )
+        block.check_rows(T)
+        block.check_rows(stack_TGD.shape[0])
         token_TD = self._fc_embedding(self._embed_norm(self._embed(mx.array(list(next_tokens), mx.int32))))
         unit_TGD = self._stack_norm(stack_TGD.reshape(T, -1)).reshape(stack_TGD.shape)
         stack_TGD = self._fc_hidden(unit_TGD) + token_TD[:, None]
-        stack_TGD, layer_state = self._layer(stack_TGD, state.layer, state.num_cells)
-        assert isinstance(layer_state, QsaState)
-        state.commit(T, layer_state)
+        stack_TGD, staged = self._layer(
+            stack_TGD, block.before.layers[0], block.position, is_revocable=block.is_revocable
+        )
+        block.stage([staged])
         return self._head(self._mixer(stack_TGD)), stack_TGD

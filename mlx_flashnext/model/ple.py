@@ -17,12 +17,14 @@ Source: qwen4exp.md 2.3, statements 5 to 9.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
-from mlx_flashnext.model.conv import CausalConv
+from mlx_flashnext.layer_state import PleState, Staged
+from mlx_flashnext.model.conv import CausalConv, rows_before
 from mlx_flashnext.model.norm import StreamNorm
 from mlx_flashnext.model.weight_source import WeightSource
 
@@ -74,6 +76,24 @@ def ngram_rows(tokens: Sequence[int], history: Sequence[int], config: ModelConfi
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class PleJournal:
+    """The token ids and convolution rows of a block, those before it first."""
+
+    line: tuple[int, ...]
+    window: mx.array
+    num_rows: int
+
+    def state_after(self, rows: int) -> PleState:
+        """Return the state after the first rows."""
+        reach, history = (len(each) - self.num_rows for each in (self.line, self.window))
+        return PleState(self.line[rows : rows + reach], rows_before(self.window, history + rows, history))
+
+    def arrays(self) -> list[mx.array]:
+        """Return what the block computed of it."""
+        return [self.window]
+
+
 class NgramMemory:
     """The float part of PLE.
 
@@ -101,14 +121,22 @@ class NgramMemory:
         )
 
     def __call__(
-        self, stack_TGD: mx.array, rows_TNw: mx.array, conv_rows: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Return what the memory adds to the stack, and the convolution rows carried on.
+        self,
+        stack_TGD: mx.array,
+        tokens: Sequence[int],
+        rows_TNw: mx.array,
+        state: PleState,
+        *,
+        is_revocable: bool = False,
+    ) -> tuple[mx.array, Staged[PleState]]:
+        """Return what the memory adds to the stack, and the state after the block.
 
         Args:
             stack_TGD: The stack entering the layer.
+            tokens: Token id of each position.
             rows_TNw: Table rows of each position.
-            conv_rows: The normalised rows before the block.
+            state: What the earlier positions left.
+            is_revocable: Keep what it takes to return to any row.
         """
         T, dtype = stack_TGD.shape[0], stack_TGD.dtype
         rows_TF = rows_TNw.reshape(T, -1)
@@ -119,7 +147,8 @@ class NgramMemory:
         match_TG = mx.sign(match_TG) * mx.sqrt(mx.maximum(mx.abs(match_TG), 1e-6))
         gated_TGD = mx.sigmoid(match_TG).astype(dtype)[..., None] * value_TD[:, None]
         unit_TW = self._conv_norm(gated_TGD).reshape(T, -1)
-        conv_TW, conv_rows = self._conv(unit_TW, conv_rows)
+        conv_TW, window = self._conv(unit_TW, state.conv_rows)
         conv_TW = conv_TW.astype(dtype)
         conv_TGD = (conv_TW * mx.sigmoid(conv_TW)).reshape(stack_TGD.shape)
-        return gated_TGD + conv_TGD, conv_rows
+        journal = PleJournal((*state.history, *tokens), window, T)
+        return gated_TGD + conv_TGD, Staged(journal.state_after(T), journal if is_revocable else None)

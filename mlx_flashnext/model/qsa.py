@@ -22,19 +22,47 @@ Source: qwen4exp.md 2.5, statements 11 to 16.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.geometry import QSA_DENSE_ROWS, QSA_SPARSE_ROWS
-from mlx_flashnext.model.conv import last_rows
+from mlx_flashnext.layer_state import QsaState, Staged
+from mlx_flashnext.model.conv import rows_before
 from mlx_flashnext.model.norm import ZeroCentredNorm
 from mlx_flashnext.model.order import after, joined, row_blocks
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.select import select_top
 from mlx_flashnext.model.weight_source import WeightSource
-from mlx_flashnext.state import QsaState
+
+
+@dataclass(frozen=True, slots=True)
+class QsaJournal:
+    """The raw index keys of a block: cutting it re-opens the group it is cut in.
+
+    Keys, values and pooled keys stay where they are: their rows past the cut belong to no token any more.
+
+    Attributes:
+        final: The state after the whole block.
+        window: [open + T, c] raw index keys since the last group boundary before the block.
+        num_rows: T.
+        ratio: Tokens of a group.
+    """
+
+    final: QsaState
+    window: mx.array
+    num_rows: int
+    ratio: int
+
+    def state_after(self, rows: int) -> QsaState:
+        """Return the state after the first rows."""
+        end = self.window.shape[0] - self.num_rows + rows
+        return replace(self.final, open_keys=rows_before(self.window, end, end % self.ratio))
+
+    def arrays(self) -> list[mx.array]:
+        """Return what the block computed of it."""
+        return [self.window]
 
 
 class SparseAttention:
@@ -66,13 +94,16 @@ class SparseAttention:
         self._index_q_norm = ZeroCentredNorm(weights, f"{index}.q_layernorm", index_dim, eps)
         self._index_k_norm = ZeroCentredNorm(weights, f"{index}.k_layernorm", index_dim, eps)
 
-    def __call__(self, x_TD: mx.array, state: QsaState, position: int) -> tuple[mx.array, QsaState]:
+    def __call__(
+        self, x_TD: mx.array, state: QsaState, position: int, *, is_revocable: bool = False
+    ) -> tuple[mx.array, Staged[QsaState]]:
         """Attend for a block of positions.
 
         Args:
             x_TD: Sublayer input.
             state: Cache of the `position` tokens before the block; its buffers take the new rows.
             position: Tokens before the block.
+            is_revocable: Keep what it takes to return to any row.
 
         Returns:
             y_TD, and the state after the block.
@@ -88,7 +119,8 @@ class SparseAttention:
 
         index_qk = self._index_qk(x_TD)
         split = config.indexer_n_heads * config.indexer_head_dim
-        pooled_Bc, open_keys = self._pool(index_qk[:, split:], state, position)
+        window = mx.concatenate([state.open_keys, index_qk[:, split:]])
+        pooled_Bc, open_keys = self._pool(window, state, position)
 
         outputs: list[mx.array] = []
         num_dense = max(0, min(T, config.max_dense_tokens - position))
@@ -108,25 +140,33 @@ class SparseAttention:
                 )
         o_Thd = joined(outputs)
         y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
-        return y_TD, replace(state, open_keys=open_keys)
+        final = replace(state, open_keys=open_keys)
+        ratio = config.indexer_compress_ratio
+        return y_TD, Staged(final, QsaJournal(final, window, T, ratio) if is_revocable else None)
 
-    def _pool(self, raw_Tc: mx.array, state: QsaState, position: int) -> tuple[mx.array, mx.array]:
+    def _pool(self, window: mx.array, state: QsaState, position: int) -> tuple[mx.array, mx.array]:
         """Pool the blocks that this call completes.
+
+        Args:
+            window: Raw index keys of the block that was open, and of this call.
+            state: Cache whose buffer takes the new rows.
+            position: Tokens before this call.
 
         Returns:
             The buffer of pooled keys (float32), and the raw keys of the block still open.
         """
         ratio = self._config.indexer_compress_ratio
         first = position // ratio
-        window = mx.concatenate([state.open_keys, raw_Tc])
         num_done = window.shape[0] // ratio
         num_open = window.shape[0] - num_done * ratio
         if not num_done:
             return state.pooled.array, window
         groups = window[: num_done * ratio].reshape(num_done, ratio, -1).astype(mx.float32)
-        mean_Bc = groups.mean(axis=1).astype(raw_Tc.dtype)
+        mean_Bc = groups.mean(axis=1).astype(window.dtype)
         pooled_Bc = self._rope(self._index_k_norm(mean_Bc)[None], first, stride=ratio).squeeze(0)
-        return state.pooled.write(pooled_Bc.astype(mx.float32), first), last_rows(window, num_open)
+        return state.pooled.write(pooled_Bc.astype(mx.float32), first), rows_before(
+            window, window.shape[0], num_open
+        )
 
     def _attend_all(
         self, q_hTd: mx.array, keys_gNd: mx.array, values_gNd: mx.array, num_tokens: int

@@ -22,6 +22,7 @@ from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.state import MtpState
 from tests.parity.golden.cases import CASES, Case
 from tests.tiny.checkpoints import build_hf, build_mlx
+from tests.tiny.stepping import advance, advance_cells
 from tests.tiny.weights import TinyModel
 
 TOLERANCE = 1e-4
@@ -88,9 +89,9 @@ class _MaskSpy:
             chosen.append((position, np.array(tokens), np.array(is_seen)))
             return tokens, is_seen
 
-        def spied_call(layer, x, state, position):
+        def spied_call(layer, x, state, position, **options):
             chosen.clear()
-            result = call(layer, x, state, position)
+            result = call(layer, x, state, position, **options)
             mask = np.tril(np.ones((position + x.shape[0],) * 2, bool))[position:]
             for first, tokens, is_seen in chosen:
                 for row in range(tokens.shape[0]):
@@ -111,7 +112,7 @@ def observe(tiny: TinyModel, tokens: Sequence[int], *, mtp: bool = True) -> Obse
     num_layers = config.num_hidden_layers
     with ExitStack() as stack:
         spy.install(stack)
-        out = tiny.model.forward(list(tokens), tiny.model.new_state(), logits="all", taps=range(num_layers))
+        out = advance(tiny.model, list(tokens), tiny.model.new_state(), logits="all", taps=range(num_layers))
         assert out.logits is not None
         seen = Observed(
             logits=np.array(out.logits),
@@ -122,7 +123,7 @@ def observe(tiny: TinyModel, tokens: Sequence[int], *, mtp: bool = True) -> Obse
         )
         if mtp and tiny.mtp is not None:
             state = MtpState(config, compute_dtype=mx.float32)
-            logits, _ = tiny.mtp.forward(out.stack[:-1], list(tokens[1:]), state)
+            logits, _ = advance_cells(tiny.mtp, out.stack[:-1], list(tokens[1:]), state)
             seen.mtp_logits = np.array(logits)
             seen.mtp_route_ids = np.array(tiny.experts.calls[-1][1])
             seen.mtp_mask = spy.calls[-1]

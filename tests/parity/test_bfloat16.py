@@ -18,9 +18,11 @@ from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.model.quant import QuantizedLinear
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import prompt_of
+from tests.tiny.stepping import advance
 
 EXPERTS, TOP_K = 16, 4
 FLOAT32_STATES = ("recurrent", "pooled")
+COUNTS = ("num_tokens", "ple.history")
 
 PACKS: dict[str, Callable[[Path], Path]] = {
     "float32 scales": build_mlx,
@@ -48,7 +50,7 @@ def run(
         model, parts = engine.target.model, list[mx.array]()
         state = model.new_state()
         for start in range(0, len(tokens), block):
-            output = model.forward(tokens[start : start + block], state, logits="all")
+            output = advance(model, tokens[start : start + block], state, logits="all")
             assert output.logits is not None
             mx.eval(output.logits)
             engine.target.experts.device_idle()
@@ -83,7 +85,7 @@ def test_nothing_is_promoted_to_float32_unasked(pack: Path, monkeypatch: pytest.
     assert logits.dtype == mx.bfloat16
     for name, array in state.items():
         wide = name.endswith(FLOAT32_STATES)
-        assert name == "ple.history" or array.dtype == (mx.float32 if wide else mx.bfloat16), name
+        assert name in COUNTS or array.dtype == (mx.float32 if wide else mx.bfloat16), name
 
 
 def test_the_demo_says_nearly_the_same_as_in_float32() -> None:

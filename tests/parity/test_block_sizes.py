@@ -11,6 +11,7 @@ import pytest
 from mlx_flashnext.state import SequenceState
 from tests.parity.golden.cases import CASES
 from tests.parity.goldens import checkpoint_dir
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel
 
 # Budget 16, blocks of 4: dense up to 19 visible tokens. The edges fall before, on and after that border.
@@ -23,7 +24,7 @@ def run(tiny: TinyModel, tokens: Sequence[int], sizes: Iterable[int]) -> tuple[m
     for size in itertools.chain(sizes, itertools.repeat(len(tokens))):
         if at >= len(tokens):
             break
-        out = tiny.model.forward(tokens[at : at + size], state, logits="all")
+        out = advance(tiny.model, tokens[at : at + size], state, logits="all")
         assert out.logits is not None
         mx.eval(out.logits)
         parts.append(out.logits)
@@ -83,6 +84,6 @@ def test_bfloat16_activations_are_block_invariant_too() -> None:
 def test_a_preallocated_state_gives_the_bits_of_a_growing_one() -> None:
     tiny, tokens = TinyModel.open(checkpoint_dir("default")), CASES["default"].tokens
     fixed = tiny.model.new_state(len(tokens))
-    out = tiny.model.forward(tokens, fixed, logits="all")
+    out = advance(tiny.model, tokens, fixed, logits="all")
     assert out.logits is not None
     assert differences((out.logits, fixed), run(tiny, tokens, [9])) == []

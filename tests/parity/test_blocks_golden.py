@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.layer_state import GdnState, QsaState
 from mlx_flashnext.model.gdn import GatedDeltaNet
 from mlx_flashnext.model.hyper import HyperConnection, HyperRead
 from mlx_flashnext.model.moe import MixtureOfExperts
 from mlx_flashnext.model.ple import NgramMemory
 from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.model.rope import Rope
-from mlx_flashnext.state import GdnState, QsaState
 from tests.parity.goldens import FULL_NAMES, GOLDEN_DIR, TOLERANCE, golden_case, worst
 
 CLOSE = 2e-5
@@ -93,11 +93,11 @@ def test_router_and_experts(name: str) -> None:
 
 @pytest.mark.parametrize("name", FULL_NAMES)
 def test_ngram_memory(name: str) -> None:
-    _, golden, tiny = golden_case(name)
+    case, golden, tiny = golden_case(name)
     ple = NgramMemory(tiny.config, tiny.weights, f"layers.{tiny.config.ple_layer}.ple")
     rows = tiny.rows.issue(golden["ngram_rows"].tolist()).wait()
     stack = stack_of(tiny.config, golden["ple_in"])
-    delta, _ = ple(stack, rows, tiny.model.new_state().ple.conv_rows)
+    delta, _ = ple(stack, case.tokens, rows, tiny.model.new_state().ple)
     assert worst(delta.reshape(len(stack), -1), golden["ple_delta"]) < CLOSE
 
 

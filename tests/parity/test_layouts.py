@@ -13,6 +13,7 @@ import pytest
 from mlx_flashnext.model.flashnext import FlashNext
 from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.engines import greedy, open_tiny, prompt_of
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel
 
 SIX_BITS = {"bits": 6, "group_size": 32, "mode": "affine"}
@@ -51,10 +52,10 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 def reference_greedy(model: FlashNext, prompt: list[int], count: int) -> list[int]:
     """Return greedy tokens, one at a time; of equal logits the lowest id wins."""
     state, answer = model.new_state(), []
-    output = model.forward(prompt, state)
+    output = advance(model, prompt, state)
     for _ in range(count):
         answer.append(int(mx.argmax(output.logits[-1]).item()))
-        output = model.forward(answer[-1:], state)
+        output = advance(model, answer[-1:], state)
     return answer
 
 

@@ -12,6 +12,7 @@ from mlx_flashnext.state import MtpState
 from tests.parity.goldens import NAMES, TOLERANCE, Observed, checkpoint_dir, golden_case, observe, worst
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.safetensors_io import read_safetensors
+from tests.tiny.stepping import advance, advance_cells
 from tests.tiny.weights import TinyModel
 
 
@@ -80,23 +81,23 @@ def test_mtp_cells_equal_the_reference(name: str, runs: dict[str, Observed]) -> 
 def test_greedy_continuation_equals_the_reference(name: str) -> None:
     case, golden, tiny = golden_case(name)
     state = tiny.model.new_state()
-    out = tiny.model.forward(case.tokens, state)
+    out = advance(tiny.model, case.tokens, state)
     produced: list[int] = []
     for _ in golden["greedy"]:
         assert out.logits is not None
         produced.append(int(mx.argmax(out.logits[-1]).item()))
-        out = tiny.model.forward(produced[-1:], state)
+        out = advance(tiny.model, produced[-1:], state)
     assert produced == golden["greedy"].tolist()
 
 
 def test_mtp_cells_may_be_computed_one_by_one(runs: dict[str, Observed]) -> None:
     case, _, tiny = golden_case("default")
     assert tiny.mtp is not None
-    out = tiny.model.forward(case.tokens, tiny.model.new_state(), logits="none")
+    out = advance(tiny.model, case.tokens, tiny.model.new_state(), logits="none")
     whole, single = (MtpState(tiny.config, compute_dtype=mx.float32) for _ in range(2))
-    logits, stack = tiny.mtp.forward(out.stack[:-1], case.tokens[1:], whole)
+    logits, stack = advance_cells(tiny.mtp, out.stack[:-1], case.tokens[1:], whole)
     for cell, token in enumerate(case.tokens[1:]):
-        one, one_stack = tiny.mtp.forward(out.stack[cell : cell + 1], [token], single)
+        one, one_stack = advance_cells(tiny.mtp, out.stack[cell : cell + 1], [token], single)
         assert mx.array_equal(one[0], logits[cell]).item(), cell
         assert mx.array_equal(one_stack[0], stack[cell]).item(), cell
     left, right = whole.named_arrays(), single.named_arrays()

@@ -14,6 +14,7 @@ from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.weights import CheckpointWeights
 from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel
 
 EXPERTS, TOP_K = 16, 4
@@ -48,7 +49,7 @@ def run(
     state = model.new_state()
     logits = []
     for start in range(0, len(tokens), block):
-        output = model.forward(tokens[start : start + block], state, logits="all")
+        output = advance(model, tokens[start : start + block], state, logits="all")
         mx.eval(output.logits)
         logits.append(output.logits)
         if experts is not None:

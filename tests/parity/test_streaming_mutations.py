@@ -13,6 +13,7 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.experts import StreamedExperts
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
+from tests.tiny.stepping import advance
 
 SLOTS = 4
 
@@ -33,7 +34,7 @@ def logits(engine: Engine, block: int) -> mx.array:
     model, tokens = engine.target.model, prompt_of(40)
     state, parts = model.new_state(), []
     for start in range(0, len(tokens), block):
-        parts.append(model.forward(tokens[start : start + block], state, logits="all").logits)
+        parts.append(advance(model, tokens[start : start + block], state, logits="all").logits)
         mx.eval(parts[-1])
         engine.target.experts.device_idle()
     return mx.concatenate(parts)

@@ -14,6 +14,7 @@ from mlx_flashnext.errors import StateError
 from mlx_flashnext.geometry import forward_workspace_bytes, state_bytes
 from mlx_flashnext.state import MtpState, SequenceState
 from tests.tiny.checkpoints import build_hf
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel
 
 TOKENS = [(5 * i * i + i) % 118 for i in range(60)]
@@ -25,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def logits(tiny: TinyModel, tokens: list[int], state: SequenceState) -> mx.array:
-    out = tiny.model.forward(tokens, state, logits="all").logits
+    out = advance(tiny.model, tokens, state, logits="all").logits
     assert out is not None
     mx.eval(out)
     return out
@@ -98,7 +99,7 @@ def test_a_failed_pass_leaves_the_state_as_it_was(tiny: TinyModel, failing_layer
         return run(layer, x, ids)
 
     with mock.patch.object(tiny.experts, "run", breaks), pytest.raises(OSError, match="gone"):
-        tiny.model.forward([9, 9, 9, 9, 9], state)
+        advance(tiny.model, [9, 9, 9, 9, 9], state)
     assert state.num_tokens == 22
     again = [logits(tiny, TOKENS[22:], each) for each in (straight, state)]
     assert mx.array_equal(*again).item()
@@ -108,7 +109,7 @@ def test_a_full_state_refuses_before_computing(tiny: TinyModel) -> None:
     state = tiny.model.new_state(24)
     logits(tiny, TOKENS[:20], state)
     with pytest.raises(StateError, match=r"20 \+ 5 tokens") as caught:
-        tiny.model.forward(TOKENS[20:25], state)
+        advance(tiny.model, TOKENS[20:25], state)
     assert caught.value.context == {"num_tokens": 25, "capacity_tokens": 24}
     logits(tiny, TOKENS[20:24], state)
 
@@ -154,7 +155,7 @@ def test_a_block_stays_within_the_planned_workspace(tiny: TinyModel, rows: int, 
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(tiny.model.forward(tokens[context - rows :], state).logits)
+    mx.eval(advance(tiny.model, tokens[context - rows :], state).logits)
     used = mx.get_peak_memory() - before
     assert used <= forward_workspace_bytes(tiny.config, rows, context, 4)
 

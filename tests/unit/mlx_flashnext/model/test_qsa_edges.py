@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_flashnext.layer_state import QsaState, empty_qsa
 from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.model.rope import Rope
-from mlx_flashnext.state import QsaState, empty_qsa
 from tests.tiny.checkpoints import build_hf
 from tests.tiny.weights import TinyModel
 
@@ -55,7 +55,8 @@ def run(tiny: TinyModel, qsa: SparseAttention, x: mx.array, sizes: list[int]) ->
     for size in itertools.chain(sizes, itertools.repeat(1)):
         if at >= len(x):
             break
-        y, state = qsa(x[at : at + size], state, at)
+        y, staged = qsa(x[at : at + size], state, at)
+        state = staged.final
         mx.eval(y, state.keys.array, state.values.array, state.pooled.array, state.open_keys)
         parts.append(y)
         at += size
@@ -150,9 +151,9 @@ def test_above_the_budget_a_step_gathers_a_width_that_does_not_grow_with_the_con
     with mock.patch.object(mx.fast, "scaled_dot_product_attention", spy):
         for context in (2050, 2051, 2052, 2500, 5999):
             state, position = empty_qsa(tiny.config, mx.float32, None), 0
-            _, state = qsa(x[: context - 1], state, 0)
+            _, staged = qsa(x[: context - 1], state, 0)
             position = context - 1
-            qsa(x[position:context], state, position)
+            qsa(x[position:context], staged.final, position)
     # Dense up to 2,051; then budget + block length, always.
     assert widths == {2050: 2050, 2051: 2051, 2052: 2052, 2500: 2052, 5999: 2052} | {1: widths[1]}
 
@@ -161,7 +162,7 @@ def test_above_the_budget_a_step_reads_only_selected_keys(tiny: TinyModel, qsa: 
     """Rows that were not selected may hold anything, even NaN, and not a bit of the result changes."""
     x = mx.random.normal((2400, tiny.config.hidden_size), key=mx.random.key(2))
     state = empty_qsa(tiny.config, mx.float32, None)
-    _, state = qsa(x[:2399], state, 0)
+    state = qsa(x[:2399], state, 0)[1].final
     chosen: list[mx.array] = []
     choose = SparseAttention._choose
 

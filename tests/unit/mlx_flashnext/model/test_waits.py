@@ -12,6 +12,7 @@ from mlx_flashnext.errors import StateError
 from mlx_flashnext.model import moe
 from mlx_flashnext.model.host import HostSync, fence, to_host
 from tests.tiny.checkpoints import build_hf
+from tests.tiny.stepping import advance
 from tests.tiny.weights import TinyModel, TinyPending
 
 
@@ -25,7 +26,7 @@ def test_one_wait_per_layer_when_experts_are_streamed(directory: Path) -> None:
     state = tiny.model.new_state()
     for block in ([1, 2, 3], [4]):
         before = tiny.sync.num_syncs
-        tiny.model.forward(block, state)
+        advance(tiny.model, block, state)
         assert tiny.sync.num_syncs - before == tiny.config.num_hidden_layers
 
 
@@ -35,7 +36,7 @@ def test_no_wait_when_every_expert_is_resident(directory: Path) -> None:
         mock.patch.object(mx, "eval", side_effect=AssertionError),
         mock.patch.object(mx, "async_eval", side_effect=AssertionError),
     ):
-        tiny.model.forward([1, 2, 3], tiny.model.new_state())
+        advance(tiny.model, [1, 2, 3], tiny.model.new_state())
     assert tiny.sync.num_syncs == 0
 
 
@@ -54,7 +55,7 @@ def test_ids_are_submitted_alone_and_the_shared_expert_before_the_host_waits(dir
         mock.patch.object(mx, "async_eval", lambda *a: (events.append(f"submit {len(a)}"), submit(*a))),
         mock.patch.object(moe, "to_host", lambda *a: (events.append("wait"), wait(*a))[1]),
     ):
-        tiny.model.forward([1], tiny.model.new_state())
+        advance(tiny.model, [1], tiny.model.new_state())
     assert events == ["submit 1", "submit 1", "wait"] * tiny.config.num_hidden_layers
 
 
@@ -80,7 +81,7 @@ def test_rows_are_requested_before_the_first_layer_and_awaited_at_theirs(directo
         return run(layer, x, ids)
 
     with mock.patch.object(tiny.rows, "issue", issued), mock.patch.object(tiny.experts, "run", ran):
-        tiny.model.forward([1, 2], tiny.model.new_state())
+        advance(tiny.model, [1, 2], tiny.model.new_state())
     assert events == ["issue", "layer 0", "wait", "layer 1", "layer 2", "layer 3"]
 
 
@@ -89,16 +90,16 @@ def test_tokens_outside_the_vocabulary_are_refused(directory: Path, tokens: list
     tiny = TinyModel.open(directory)
     state = tiny.model.new_state()
     with pytest.raises(StateError, match=value) as caught:
-        tiny.model.forward(tokens, state)
+        advance(tiny.model, tokens, state)
     assert caught.value.hint
     assert state.num_tokens == 0
 
 
 def test_the_logits_of_the_last_position_are_those_of_all(directory: Path) -> None:
     tiny = TinyModel.open(directory)
-    every = tiny.model.forward([3, 1, 4], tiny.model.new_state(), logits="all")
-    last = tiny.model.forward([3, 1, 4], tiny.model.new_state())
-    none = tiny.model.forward([3, 1, 4], tiny.model.new_state(), logits="none", taps=[3])
+    every = advance(tiny.model, [3, 1, 4], tiny.model.new_state(), logits="all")
+    last = advance(tiny.model, [3, 1, 4], tiny.model.new_state())
+    none = advance(tiny.model, [3, 1, 4], tiny.model.new_state(), logits="none", taps=[3])
     assert every.logits is not None
     assert last.logits is not None
     assert none.logits is None
