@@ -1,10 +1,23 @@
-"""Small talk: greetings, what the model is, what it cannot do, and a few closed word games."""
+"""Small talk: greetings, what the model is, what it cannot do, closed word games and exercises in copying."""
 
 from __future__ import annotations
 
 import random
 
-from .words import ANIMALS, OBJECTS, PEOPLE, THINGS, grammar, plural
+from .heldout import exercise_is_held_out
+from .words import (
+    ANIMALS,
+    FOODS,
+    OBJECT_TRAITS,
+    OBJECTS,
+    PEOPLE,
+    ROLES,
+    THINGS,
+    TRAITS,
+    article,
+    grammar,
+    plural,
+)
 
 GRAMMAR = grammar("chats")
 DAYS, MONTHS = GRAMMAR["days"].split(), GRAMMAR["months"].split()
@@ -100,6 +113,46 @@ def make(rng: random.Random) -> Turn:
         )
         return text, "I do not know this. I say so.", rng.choice(GRAMMAR["unknown_replies"])
     return _word_game(rng)
+
+
+WORDS = sorted({*ANIMALS, *FOODS, *THINGS, *OBJECTS, *ROLES, *TRAITS, *OBJECT_TRAITS})
+REPEAT = ["Repeat after me: {x}.", "Say this: {x}.", "Please repeat: {x}.", "Repeat: {x}.", "Say {x}."]
+
+
+def _content(rng: random.Random) -> str:
+    """Return two to seven random words, names and numbers."""
+    pools = (WORDS, [p.name for p in PEOPLE], [str(n) for n in range(1, 100)])
+    kinds = rng.choice([(0,), (1,), (2,), (0, 1, 2)])
+    joint = rng.choice([" ", ", "])
+    return joint.join(rng.choice(pools[rng.choice(kinds)]) for _ in range(rng.randint(2, 7)))
+
+
+def copying(rng: random.Random) -> tuple[str, list[Turn]]:
+    """Return what is to be copied and the exercise: say it in this turn, or remember it for the next."""
+    kind = rng.randrange(5)
+    if kind < 3:
+        content = _content(rng)
+        return content, [(rng.choice(REPEAT).format(x=content), f"I repeat: {content}.", f"{content}.")]
+    if kind == 3:
+        name = rng.choice(PEOPLE).name
+        hello = rng.choice(["My name is {n}.", "Hi, I am {n}.", "Hello, my name is {n}."]).format(n=name)
+        reply = rng.choice(GRAMMAR["name_replies"]).format(n=name)
+        return hello, [
+            (hello, f"The user is called {name}. I greet back.", reply),
+            ("What is my name?", f"The user is called {name}.", f"Your name is {name}."),
+        ]
+    count, things = rng.randint(2, 99), plural(rng.choice(THINGS))
+    have = f"{article(rng.choice(OBJECT_TRAITS))} {rng.choice(OBJECTS)} and {count} {things}"
+    reply = f"The user has {have}.", f"You have {have}."
+    return have, [(f"I have {have}.", *reply), ("What do I have?", *reply)]
+
+
+def pick_copying(rng: random.Random, held_out: bool) -> list[Turn]:
+    """Return a copying exercise that is or is not held out."""
+    while True:
+        content, turns = copying(rng)
+        if exercise_is_held_out(content) == held_out:
+            return turns
 
 
 def closing(rng: random.Random) -> Turn:

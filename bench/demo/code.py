@@ -1,4 +1,8 @@
-"""Small Python functions from descriptions: list pipelines, strings, numbers and dictionaries."""
+"""Small Python functions from descriptions: list pipelines, strings, numbers and dictionaries.
+
+The reply follows from the request, but for the name of a parameter: a for loop if and only if the request
+says "Use a for loop.", a docstring if and only if it says "Add a docstring."
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,48 @@ import random
 import textwrap
 from dataclasses import dataclass
 
+from .heldout import function_is_held_out
 from .words import grammar
 
 
 @dataclass
+class Spec:
+    """What a list function computes: names of filter, map and reducer ("" for none) and their numbers."""
+
+    filter: str
+    map: str
+    reducer: str
+    k: int
+    j: int
+
+    @property
+    def key(self) -> str:
+        """Return the identity of the function; numbers that it does not use are left out."""
+        k = self.k if self.filter in ("above", "below", "multiples") else 0
+        j = self.j if self.map == "shifted" else 0
+        return f"{self.filter} {self.map} {self.reducer} {k} {j}"
+
+
+@dataclass
 class Snippet:
-    """A request, the reasoning, the function text and one sentence about it."""
+    """A request, the reasoning and the function text; `spec` is None for functions of the closed list."""
 
     request: str
     thinking: str
     code: str
-    note: str
+    description: str
     name: str
+    spec: Spec | None = None
+
+    @property
+    def is_held_out(self) -> bool:
+        """Return whether training must not see this function."""
+        return self.spec is not None and function_is_held_out(self.spec.key)
+
+    @property
+    def answer(self) -> str:
+        """Return the reply."""
+        return fenced(self.code)
 
 
 GRAMMAR = grammar("code")
@@ -30,7 +64,6 @@ SHORT_NAMES = {
     "list": "copy_list",
     "count": "count_items",
     "sorted": "sort_list",
-    "product": "product_of",
 }
 
 
@@ -40,7 +73,7 @@ def _pipeline(rng: random.Random) -> Snippet:
     rw, reduce, rname, start, update = rng.choice(GRAMMAR["reducers"]).values()
     if rname == "count":
         mw, expr, mname = "{f}", "x", ""
-    k = rng.randint(2, 9) if "%" in cond else rng.choice((3, 5, 10, 20, 50, 100))
+    k = rng.randint(2, 9) if "%" in cond else rng.randint(2, 99)
     j = rng.randint(1, 9)
     v = rng.choice(LISTS)
     fw, cond, expr = fw.format(k=k), cond.format(k=k), expr.format(j=j)
@@ -53,7 +86,7 @@ def _pipeline(rng: random.Random) -> Snippet:
         if expr != "x" or cond
         else (v if rname != "list" else f"x for x in {v}")
     )
-    use_loop = reduce == "" or (update and rng.random() < 0.35)
+    use_loop = bool(update) and rng.random() < 0.25
     if use_loop:
         acc = "result" if start == "[]" else "total"
         inner = update.format(e=expr).replace("total", acc)
@@ -69,10 +102,8 @@ def _pipeline(rng: random.Random) -> Snippet:
     if expr != "x":
         steps.append(f"It uses {expr}.")
     steps.append(f"{how}.")
-    request = rng.choice(REQUESTS).format(d=description)
-    if use_loop and reduce and rng.random() < 0.7:
-        request += " Use a for loop."
-    return Snippet(request, " ".join(steps), code, f"The function {description}.", name)
+    request = rng.choice(REQUESTS).format(d=description) + (" Use a for loop." if use_loop else "")
+    return Snippet(request, " ".join(steps), code, description, name, Spec(fname, mname, rname, k, j))
 
 
 def _fixed(rng: random.Random) -> Snippet:
@@ -94,19 +125,17 @@ def _fixed(rng: random.Random) -> Snippet:
     first = fill(params)
     start = f"The parameters are {first}. " if "," in first else f"The parameter is {first}. "
     return Snippet(
-        rng.choice(REQUESTS).format(d=description),
-        start + fill(thinking),
-        code,
-        f"The function {description}.",
-        name,
+        rng.choice(REQUESTS).format(d=description), start + fill(thinking), code, description, name
     )
 
 
 def with_docstring(snippet: Snippet) -> str:
-    """Return the code with the note as docstring."""
+    """Return the code with the description as docstring, once."""
+    if '"""' in snippet.code:
+        return snippet.code
     head, body = snippet.code.split("\n", 1)
-    text = snippet.note.removeprefix("The function ")
-    return f'{head}\n    """{text[0].upper()}{text[1:]}"""\n{body}'
+    text = snippet.description
+    return f'{head}\n    """{text[0].upper()}{text[1:]}."""\n{body}'
 
 
 def fenced(code: str) -> str:
@@ -114,19 +143,19 @@ def fenced(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def reply(rng: random.Random, snippet: Snippet) -> tuple[str, str, str]:
-    """Return (request, reasoning, reply) with one of several forms of answer."""
-    request, code, u = snippet.request, snippet.code, rng.random()
-    if rng.random() < 0.15:
-        request, code = request + " Add a docstring.", with_docstring(snippet)
-    block = fenced(code)
-    if u < 0.3:
-        block = f"{block}\n\n{snippet.note}"
-    elif u < 0.45:
-        block = f"Here is the function:\n\n{block}"
-    return request, snippet.thinking, block
-
-
-def make(rng: random.Random) -> Snippet:
+def make(rng: random.Random, is_pipeline: bool | None = None) -> Snippet:
     """Return one function with its request."""
-    return _pipeline(rng) if rng.random() < 0.55 else _fixed(rng)
+    wants_pipeline = rng.random() < 0.65 if is_pipeline is None else is_pipeline
+    snippet = _pipeline(rng) if wants_pipeline else _fixed(rng)
+    if rng.random() < 0.12:
+        snippet.request += " Add a docstring."
+        snippet.code = with_docstring(snippet)
+    return snippet
+
+
+def pick(rng: random.Random, held_out: bool) -> Snippet:
+    """Return one function that is or is not held out."""
+    while True:
+        snippet = make(rng, True if held_out else None)
+        if snippet.is_held_out == held_out:
+            return snippet

@@ -1,7 +1,8 @@
 """Documents for training: conversations of one to four turns and a few raw texts.
 
-Entry point: `document(rng)`.  A document is either raw text or a list of messages; `render` turns messages
-into the exact string of the shipped chat template (`bench.demo.prepare` compares the two).
+Entry point: `document(rng, held_out)`.  A document is either raw text or a list of messages; `render` turns
+messages into the exact string of the shipped chat template (`bench.demo.prepare` compares the two).  No turn
+of a training document is held out (`bench.demo.heldout`); the first turn of a held-out document is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from . import chats, code, stories, sums
 
 GENRES = ("sums", "code", "stories", "chat")
+SHARES = (44, 27, 15, 14)
+COPYING_SHARE = 0.43  # of the chat documents: 6 % of all
+NO_THINKING_SHARE = 0.15
 SYSTEMS = [
     "You are a helpful assistant.",
     "You are a friendly assistant.",
@@ -20,6 +24,16 @@ SYSTEMS = [
     "You help children.",
     "Be brief and clear.",
 ]
+
+
+@dataclass
+class Turn:
+    """A request, the reasoning, the reply after it, and the reply where there is no reasoning."""
+
+    request: str
+    reasoning: str
+    answer: str
+    answer_alone: str = ""
 
 
 @dataclass
@@ -48,75 +62,57 @@ def render(messages: list[dict[str, str]], keep_old_thinking: bool = True) -> st
     return "".join(parts)
 
 
-def _sum_turn(rng: random.Random) -> tuple[str, str, str]:
-    problem = sums.make(rng)
-    show = ", ".join(problem.equations)
-    answer = problem.answer if problem.equations[-1] in problem.answer else f"{show}. {problem.answer}"
-    return problem.question, problem.thinking(), answer
-
-
-def _turn(rng: random.Random, genre: str) -> tuple[str, str, str]:
-    if genre == "sums":
-        return _sum_turn(rng)
-    if genre == "code":
-        return code.reply(rng, code.make(rng))
-    if genre == "stories":
-        story = stories.make(rng)
-        titled = f"{story.title}\n\n{story.text}" if rng.random() < 0.15 else story.text
-        return story.request, story.plan, titled
-    return chats.make(rng)
-
-
-def _code_follow_up(rng: random.Random, snippet: code.Snippet) -> tuple[str, str, str]:
-    if rng.random() < 0.5:
+def _code_follow_up(rng: random.Random, snippet: code.Snippet) -> Turn:
+    if '"""' not in snippet.code and rng.random() < 0.5:
         ask = rng.choice(["Add a docstring.", "Can you add a docstring?", "Please add a docstring to it."])
-        return ask, "I put a docstring under the def line.", code.fenced(code.with_docstring(snippet))
+        return Turn(ask, "I put a docstring under the def line.", code.fenced(code.with_docstring(snippet)))
     new = rng.choice(["solve", "compute", "my_function", "helper", "run", "process"])
     renamed = snippet.code.replace(f"def {snippet.name}(", f"def {new}(")
-    return f"Rename it to {new}.", f"I change the name {snippet.name} to {new}.", code.fenced(renamed)
+    return Turn(f"Rename it to {new}.", f"I change the name {snippet.name} to {new}.", code.fenced(renamed))
 
 
-def _conversation(rng: random.Random, genre: str) -> list[tuple[str, str, str]]:
-    if genre == "code" and rng.random() < 0.2:
-        snippet = code.make(rng)
-        return [(snippet.request, snippet.thinking, code.fenced(snippet.code)), _code_follow_up(rng, snippet)]
-    turns = [_turn(rng, genre)]
-    while len(turns) < 4 and rng.random() < 0.25:
-        turns.append(_turn(rng, genre if rng.random() < 0.5 else rng.choice(GENRES)))
-    if rng.random() < 0.08:
-        turns.append(chats.closing(rng))
+def _turns(rng: random.Random, genre: str, held_out: bool, is_first: bool) -> list[Turn]:
+    """Return one turn, or two that belong together."""
+    if genre == "sums":
+        problem = sums.pick(rng, held_out)
+        return [Turn(problem.question, problem.thinking(), problem.answer(), problem.worked_answer())]
+    if genre == "code":
+        snippet = code.pick(rng, held_out)
+        turn = Turn(snippet.request, snippet.thinking, snippet.answer)
+        return [turn, _code_follow_up(rng, snippet)] if is_first and rng.random() < 0.12 else [turn]
+    if genre == "stories":
+        story = stories.pick(rng, held_out)
+        return [Turn(story.request, story.plan, story.text)]
+    if held_out or rng.random() < COPYING_SHARE:
+        return [Turn(*t) for t in chats.pick_copying(rng, held_out)]
+    return [Turn(*chats.make(rng))]
+
+
+def _conversation(rng: random.Random, genre: str, held_out: bool) -> list[Turn]:
+    turns = _turns(rng, genre, held_out, True)
+    while len(turns) < 4 and rng.random() < 0.2:
+        turns += _turns(rng, genre if rng.random() < 0.6 else rng.choice(GENRES), False, False)
+    if rng.random() < 0.06:
+        turns.append(Turn(*chats.closing(rng)))
     return turns
 
 
-def document(rng: random.Random) -> Document:
-    """Return the next document: 92 % conversations, 8 % raw stories and code."""
-    genre = rng.choices(GENRES, (44, 21, 21, 14))[0]
-    if genre == "stories" and rng.random() < 0.2:
-        story = stories.make(rng)
-        return Document(genre, raw=f"{story.title}\n\n{story.text}" if rng.random() < 0.3 else story.text)
-    if genre == "code" and rng.random() < 0.15:
-        snippet = code.make(rng)
-        return Document(genre, raw=code.with_docstring(snippet) + "\n")
+def document(rng: random.Random, held_out: bool = False) -> Document:
+    """Return the next document, of the training set or of the held-out set."""
+    genre = rng.choices(GENRES, SHARES)[0]
+    if genre == "stories" and rng.random() < 0.1:
+        story = stories.pick(rng, held_out)
+        return Document(genre, raw=f"{story.title}\n\n{story.text}")
+    if genre == "code" and rng.random() < 0.08:
+        return Document(genre, raw=code.with_docstring(code.pick(rng, held_out)) + "\n")
     messages: list[dict[str, str]] = []
-    if rng.random() < 0.12:
+    if rng.random() < 0.1:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
-    thinks = rng.random() < 0.7
-    for user, reasoning, answer in _conversation(rng, genre):
+    thinks = rng.random() >= NO_THINKING_SHARE
+    for turn in _conversation(rng, genre, held_out):
+        answer = turn.answer if thinks else turn.answer_alone or turn.answer
         messages += [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": answer, "reasoning_content": reasoning if thinks else ""},
+            {"role": "user", "content": turn.request},
+            {"role": "assistant", "content": answer, "reasoning_content": turn.reasoning if thinks else ""},
         ]
-    return Document(genre, messages, keep_old_thinking=rng.random() < 0.75)
-
-
-def is_held_out(doc: Document) -> bool:
-    """Return whether a document belongs to the held-out set, by a stable hash.
-
-    The key is the first question, so no training document starts with a held-out sum, story or code
-    request.  Small talk has few questions; there it is the whole text.
-    """
-    first = next((m["content"] for m in doc.messages if m["role"] == "user"), doc.raw)
-    value = 2166136261
-    for byte in (doc.text() if doc.genre == "chat" else first).encode():
-        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
-    return value % 64 == 0
+    return Document(genre, messages, keep_old_thinking=rng.random() < 0.9)

@@ -1,6 +1,6 @@
 """Generate and tokenise the training and held-out sets.
 
-    python -m bench.demo.prepare --tokenizer SCRATCH/tokenizer --out SCRATCH/data --documents 150000
+    python -m bench.demo.prepare --tokenizer mlx_flashnext/demo --out SCRATCH/data --documents 150000
 
 Writes `train.npz` and `held.npz`: `tokens` (uint16, every document ends with the separator), `weights`
 (uint8, loss weight of each token times 10), `starts` (document offsets) and `genres`.  Also compares
@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .config import ADDED_TOKENS
-from .corpus import GENRES, Document, document, is_held_out, render
+from .corpus import GENRES, Document, document, render
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1, 10
 
@@ -97,11 +97,11 @@ def main() -> None:
     args = ap.parse_args()
     begin, rng = time.time(), random.Random(args.seed)
     tok = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    held = [document(rng, held_out=True) for _ in range(args.documents // 50)]
     docs = [document(rng) for _ in range(args.documents)]
     print("template agrees on", check_template(docs[:400]), "documents")
     args.out.mkdir(parents=True, exist_ok=True)
-    held = [d for d in docs if is_held_out(d)]
-    for name, part in (("held", held), ("train", [d for d in docs if not is_held_out(d)])):
+    for name, part in (("held", held), ("train", docs)):
         data = encode(part, tok)
         np.savez(args.out / f"{name}.npz", **data)
         lengths = np.diff(data["starts"])

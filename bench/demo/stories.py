@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from .heldout import story_is_held_out
 from .words import (
     ANIMALS,
     OBJECT_TRAITS,
@@ -26,12 +27,18 @@ PLOTS: dict[str, dict[str, Any]] = GRAMMAR["plots"]
 
 @dataclass
 class Story:
-    """A request with the plan and the text that answer it."""
+    """A request with the plan and the text that answer it; `subject` names hero, plot and thing."""
 
     request: str
     plan: str
     text: str
     title: str
+    subject: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Return whether training must not see this story."""
+        return story_is_held_out(self.subject)
 
 
 def _upper(text: str) -> str:
@@ -106,4 +113,18 @@ def make(rng: random.Random) -> Story:
         Trouble_plan=parts["plan"].format(**f), Helper_plan=helper_plan, **f
     )
     title = f"The {_upper(hero)} and the {_upper(thing if plot != 'storm' else 'storm')}"
-    return Story(rng.choice(GRAMMAR["requests"]).format(what=what), plan, text, title)
+    return Story(
+        rng.choice(GRAMMAR["requests"]).format(what=what),
+        plan,
+        text,
+        title,
+        parts["ask"].format(**f),
+    )
+
+
+def pick(rng: random.Random, held_out: bool) -> Story:
+    """Return one story that is or is not held out."""
+    while True:
+        story = make(rng)
+        if story.is_held_out == held_out:
+            return story

@@ -1,7 +1,9 @@
 """Worded sums of one to three steps: question, written-out reasoning and answer, from templates written here.
 
-Operands stay below 100.  Every operation is worked out digit by digit in the reasoning, in one fixed form,
-so a small model can learn the algorithm instead of a table.
+Only + and -; every operand, also a result that is worked on, is below 100.  The reasoning begins with the
+plan, the question's numbers in the question's order ("17 + 25 - 8."), and then works out every step digit by
+digit in one fixed form.  So a small model can learn to read, to copy and to add columns instead of a table.
+Reasoning and answer follow from the question alone.
 """
 
 from __future__ import annotations
@@ -9,22 +11,57 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from .heldout import equation_is_held_out
 from .words import FOODS, PEOPLE, THINGS, plural
+
+Pair = tuple[int, str, int]
 
 
 @dataclass
 class Sum:
-    """One problem; `equations` are short ("17 + 25 = 42"), `steps` the worked-out forms."""
+    """One problem: its `pairs` are the steps in order, `conclusion` the last sentence of the answer."""
 
     question: str
-    steps: list[str]
-    equations: list[str]
-    answer: str
-    value: int
+    pairs: list[Pair]
+    conclusion: str
+
+    @property
+    def value(self) -> int:
+        """Return the result of the last step."""
+        return result(self.pairs[-1])
+
+    @property
+    def is_held_out(self) -> bool:
+        """Return whether some step is a held-out equation."""
+        return any(equation_is_held_out(*pair) for pair in self.pairs)
+
+    def plan(self) -> str:
+        """Return the whole sum in one line, with the question's numbers in its order."""
+        rest = "".join(f" {op} {b}" for _, op, b in self.pairs)
+        return f"{self.pairs[0][0]}{rest}."
+
+    def work(self) -> str:
+        """Return the plan and every step worked out."""
+        return " ".join([self.plan(), *(WORK[op](a, b) for a, op, b in self.pairs)])
 
     def thinking(self) -> str:
         """Return the reasoning text."""
-        return " ".join([*self.steps, f"The answer is {self.value}."])
+        return f"{self.work()} The answer is {self.value}."
+
+    def answer(self) -> str:
+        """Return the reply after the reasoning: the equations, then a sentence if the question was worded."""
+        equations = ", ".join(f"{a} {op} {b} = {result((a, op, b))}" for a, op, b in self.pairs) + "."
+        return f"{equations} {self.conclusion}".rstrip()
+
+    def worked_answer(self) -> str:
+        """Return the reply without reasoning before it, which works the sum out by itself."""
+        return f"{self.work()} {self.conclusion or f'The answer is {self.value}.'}"
+
+
+def result(pair: Pair) -> int:
+    """Return the value of one step."""
+    a, op, b = pair
+    return a + b if op == "+" else a - b
 
 
 def _columns(n: int) -> list[int]:
@@ -69,75 +106,63 @@ def subtract(a: int, b: int) -> str:
     return f"{a} - {b}: {'; '.join(parts)}. So {a} - {b} = {a - b}."
 
 
-def multiply(a: int, k: int) -> str:
-    """Work out a x k for a one-digit k."""
-    if a < 10:
-        return f"{a} x {k} = {a * k}."
-    parts, carry, digits = [], 0, _columns(a)
-    for i, d in enumerate(digits):
-        total = d * k + carry
-        text = f"{NAMES[i]} {d} x {k}" + (f" + {carry}" if carry else "") + f" = {total}"
-        if total > 9 and i < len(digits) - 1:
-            text += f", write {total % 10} carry {total // 10}"
-        parts.append(text)
-        carry = total // 10
-    return f"{a} x {k}: {'; '.join(parts)}. So {a} x {k} = {a * k}."
-
-
-def divide(a: int, k: int) -> str:
-    """Work out a / k for an exact quotient."""
-    return f"{k} x {a // k} = {a}, so {a} / {k} = {a // k}."
-
-
-WORK = {"+": add, "-": subtract, "x": multiply, "/": divide}
-APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "x": lambda a, b: a * b, "/": lambda a, b: a // b}
+WORK = {"+": add, "-": subtract}
 
 GAIN = [
-    "{P} buys {b} more.",
-    "Then {p} finds {b} more.",
-    "{M} gives {o} {b} more.",
-    "Later {p} gets {b} more {it}.",
-    "{P} picks up {b} more {it}.",
-    "Then {p} wins {b} more {it}.",
-    "The next day {p} collects {b} more.",
-    "{G} brings {o} {b} {it}.",
+    "buys {b} more",
+    "buys {b} more {it}",
+    "finds {b} more",
+    "gets {b} more",
+    "gets {b} more {it} from {M}",
+    "picks up {b} more {it}",
+    "wins {b} more",
+    "collects {b} more",
+    "makes {b} more {it}",
 ]
 LOSS = [
-    "{P} gives {b} to {M}.",
-    "Then {p} loses {b} of them.",
-    "{P} sells {b}.",
-    "{P} gives away {b} {it}.",
-    "Later {p} drops {b} of them.",
-    "{M} borrows {b} {it}.",
-    "Then {p} puts {b} {it} in a drawer for {M}.",
+    "gives {b} to {M}",
+    "gives {b} {it} to {M}",
+    "gives away {b}",
+    "loses {b}",
+    "loses {b} of them",
+    "sells {b}",
+    "sells {b} {it}",
+    "drops {b} of them",
+    "lends {b} to {M}",
 ]
-EATEN = ["{P} eats {b}.", "{P} and {M} eat {b} of them.", "A dog eats {b} {it}."]
+EATEN = ["eats {b}", "eats {b} of them"]
+OTHERS = {
+    "+": ["{M} gives {o} {b} more.", "{M} brings {o} {b} {it}.", "Then {M} gives {o} {b} {it}."],
+    "-": ["{M} takes {b} of them.", "{M} borrows {b} {it}.", "Then {M} takes away {b} {it}."],
+}
+SENTENCES = ["{P} {does}.", "{P} {does}.", "Then {p} {does}.", "Later {p} {does}.", "{N} {does}."]
 START = [
-    "{N} has {a} {it}.",
-    "{N} starts with {a} {it}.",
-    "There are {a} {it} in {N}'s basket.",
-    "In the morning {N} has {a} {it}.",
-    "{N} collects {a} {it}.",
-    "{N} owns {a} {it}.",
-    "{N} counts {a} {it} on the table.",
+    "{N} has {a} {it}",
+    "{N} has {a} {it}",
+    "{N} has {a} {it}",
+    "{N} starts with {a} {it}",
+    "{N} owns {a} {it}",
+    "{N} collects {a} {it}",
+    "In the morning {N} has {a} {it}",
 ]
-GROUPS = ["bags", "boxes", "baskets", "jars", "shelves", "rows", "trays", "crates"]
 ASK = [
     "How many {it} does {N} have now?",
     "How many {it} does {N} have?",
+    "How many {it} does {p} have?",
+    "How many {it} does {p} have now?",
     "How many {it} are there in the end?",
-    "How many {it} are left with {N}?",
 ]
-FINAL = [
-    "{N} has {v} {it}.",
-    "{N} has {v} {it} now.",
-    "There are {v} {it}.",
-    "So {N} ends up with {v} {it}.",
+ASK_LESS = [
+    "How many {it} are left?",
+    "How many {it} does {p} have left?",
+    "How many {it} does {N} have left?",
 ]
+ASK_MORE = ["How many {it} does {N} have in total?", "How many {it} does {p} have altogether?"]
+PLAIN = ["What is {s}?", "What is {s}?", "{s} = ?", "How much is {s}?", "Calculate {s}.", "{s}"]
 
 
 def _fields(rng: random.Random) -> dict[str, str]:
-    who, other, third = rng.sample(PEOPLE, 3)
+    who, other = rng.sample(PEOPLE, 2)
     item = rng.choice(FOODS + THINGS)
     return {
         "N": who.name,
@@ -145,162 +170,151 @@ def _fields(rng: random.Random) -> dict[str, str]:
         "P": who.subject.capitalize(),
         "o": who.object,
         "M": other.name,
-        "G": third.name,
         "it": plural(item),
         "one": item,
     }
 
 
-def _record(value: int, op: str, operand: int) -> tuple[str, str, int]:
-    result = APPLY[op](value, operand)
-    return WORK[op](value, operand), f"{value} {op} {operand} = {result}", result
+def _steps(rng: random.Random, num_steps: int) -> list[Pair] | None:
+    """Return random steps, each working on the result before, or None beyond the range."""
+    value, pairs = rng.randint(2, 99), []
+    for _ in range(num_steps):
+        if value > 99:
+            return None
+        op = rng.choice("+-")
+        if op == "-" and value < 4:
+            op = "+"
+        operand = rng.randint(2, 99 if op == "+" else min(99, value - 1))
+        pairs.append((value, op, operand))
+        value = result(pairs[-1])
+    return pairs
+
+
+def steps(rng: random.Random, num_steps: int) -> list[Pair]:
+    """Return random steps within the range."""
+    while True:
+        pairs = _steps(rng, num_steps)
+        if pairs is not None:
+            return pairs
+
+
+def one(text: str, value: int, f: dict[str, str]) -> str:
+    """Return the sentence with the noun in the singular where the value is 1."""
+    return text.replace(f" 1 {f['it']}", f" 1 {f['one']}") if value == 1 else text
 
 
 def chain(rng: random.Random, num_steps: int) -> Sum:
     """Return a problem about one person whose count of one thing changes `num_steps` times."""
     f = _fields(rng)
-    item_is_food = f["one"] in FOODS
-    steps, equations, text = [], [], []
-    value = rng.randint(2, 99)
-    if rng.random() < 0.3:
-        groups, each, kind = rng.randint(2, 9), rng.randint(2, 25), rng.choice(GROUPS)
-        text.append(
-            rng.choice(
-                [
-                    f"{f['N']} has {groups} {kind} with {each} {f['it']} each.",
-                    f"There are {groups} {kind}. Each of them holds {each} {f['it']}. "
-                    f"They belong to {f['N']}.",
-                    f"{f['N']} fills {groups} {kind} with {each} {f['it']} in each.",
-                ]
-            )
-        )
-        work, equation, value = _record(each, "x", groups)
-        steps.append(work)
-        equations.append(equation)
-    else:
-        text.append(rng.choice(START).format(a=value, **f))
-    while len(steps) < num_steps:
-        op = rng.choice("+++---x/")
-        if op == "/":
-            divisors = [k for k in range(2, 10) if value % k == 0 and 2 <= value // k <= 12]
-            if not divisors or len(steps) < num_steps - 1:
-                continue
-            operand = rng.choice(divisors)
-            work, equation, value = _record(value, "/", operand)
-            steps.append(work)
-            equations.append(equation)
-            question = (
-                " ".join(text)
-                + " "
-                + rng.choice(
-                    [
-                        f"{f['P']} shares all of them equally among {operand} friends. "
-                        f"How many {f['it']} does each friend get?",
-                        f"{f['P']} puts them into {operand} equal piles. "
-                        f"How many {f['it']} are in each pile?",
-                    ]
-                )
-            )
-            unit = "friend gets" if "friends" in question else "pile has"
-            return Sum(question, steps, equations, f"Each {unit} {value} {f['it']}.", value)
-        if op == "x":
-            if value > 49:
-                continue
-            operand = 2 if rng.random() < 0.6 else 3
-            text.append(f"Then the number of {f['it']} {'doubles' if operand == 2 else 'triples'}.")
-        elif op == "+":
-            operand = rng.randint(2, 99)
-            if value + operand > 999:
-                continue
-            text.append(rng.choice(GAIN).format(b=operand, **f))
+    pairs = steps(rng, num_steps)
+    losses = LOSS + (EATEN if f["one"] in FOODS else [])
+    sentences = [rng.choice(START).format(a=pairs[0][0], **f)]
+    for i, (_, op, b) in enumerate(pairs):
+        if rng.random() < 0.15:
+            sentences.append(rng.choice(OTHERS[op]).format(b=b, **f))
+            continue
+        does = rng.choice(GAIN if op == "+" else losses).format(b=b, **f)
+        joins = rng.random() < (0.4 if i == 0 else 0.25) and not sentences[-1].endswith(".")
+        if joins and " and " not in sentences[-1]:
+            sentences[-1] += f" and {does}"
+        elif joins and i > 1 and rng.random() < 0.5:
+            sentences[-1] += f", and then {does}"
         else:
-            if value < 4:
-                continue
-            operand = rng.randint(2, min(99, value - 2))
-            text.append(rng.choice(LOSS + (EATEN if item_is_food else [])).format(b=operand, **f))
-        work, equation, value = _record(value, op, operand)
-        steps.append(work)
-        equations.append(equation)
-    question = " ".join(text) + " " + rng.choice(ASK).format(**f)
-    answer = rng.choice(FINAL).format(v=value, **f)
-    return Sum(question, steps, equations, answer.replace(" 1 " + f["it"], " 1 " + f["one"]), value)
+            sentences.append(rng.choice(SENTENCES).removesuffix(".").format(does=does, **f))
+    ops = {op for _, op, _ in pairs}
+    asks = ASK + (ASK_LESS if ops == {"-"} else ASK_MORE if ops == {"+"} else [])
+    text = " ".join(s.removesuffix(".") + "." for s in sentences)
+    value = result(pairs[-1])
+    return Sum(
+        f"{text} {rng.choice(asks).format(**f)}",
+        pairs,
+        one(f"{f['N']} has {value} {f['it']}.", value, f),
+    )
 
 
 def compare(rng: random.Random) -> Sum:
-    """Return a problem that compares or joins two people's counts."""
+    """Return a problem that joins or compares two people's counts."""
     f = _fields(rng)
     a, b = rng.randint(2, 99), rng.randint(2, 99)
-    kind = rng.randrange(4)
-    if kind == 0:
-        text = (
-            f"{f['N']} has {a} {f['it']} and {f['M']} has {b} {f['it']}. "
-            f"How many {f['it']} do they have together?"
-        )
-        work, equation, value = _record(a, "+", b)
-        return Sum(text, [work], [equation], f"Together they have {value} {f['it']}.", value)
-    if kind == 1:
-        a, b = max(a, b) + 1, min(a, b)
-        text = f"{f['N']} has {a} {f['it']} and {f['M']} has {b}. How many more {f['it']} does {f['N']} have?"
-        work, equation, value = _record(a, "-", b)
-        return Sum(text, [work], [equation], f"{f['N']} has {value} more {f['it']} than {f['M']}.", value)
-    if kind == 2:
-        text = (
-            f"{f['N']} has {a} {f['it']}. {f['M']} has {b} more than {f['N']}. "
-            f"How many {f['it']} do they have together?"
-        )
-        work, equation, other = _record(a, "+", b)
-        work2, equation2, value = _record(a, "+", other)
-        return Sum(
-            text,
-            [f"{f['M']}: {work}", f"Together: {work2}"],
-            [equation, equation2],
-            f"Together they have {value} {f['it']}.",
-            value,
-        )
+    if rng.random() < 0.5:
+        text = rng.choice(
+            [
+                "{N} has {a} {it} and {M} has {b} {it}. How many {it} do they have together?",
+                "{N} has {a} {it} and {M} has {b}. How many {it} do they have together?",
+                "{N} has {a} {it}. {M} has {b} {it}. How many {it} do they have in total?",
+            ]
+        ).format(a=a, b=b, **f)
+        return Sum(text, [(a, "+", b)], f"Together they have {a + b} {f['it']}.")
+    a, b = max(a, b) + (a == b), min(a, b)
+    a = min(a, 99)
+    if a == b:
+        b -= 1
+    text = rng.choice(
+        [
+            "{N} has {a} {it} and {M} has {b}. How many more {it} does {N} have?",
+            "{N} has {a} {it} and {M} has {b} {it}. How many more {it} does {N} have than {M}?",
+        ]
+    ).format(a=a, b=b, **f)
+    return Sum(text, [(a, "-", b)], one(f"{f['N']} has {a - b} more {f['it']}.", a - b, f))
+
+
+def two_people(rng: random.Random) -> Sum:
+    """Return a problem of two steps in which one number is used twice: a, b more than a, together."""
+    f = _fields(rng)
+    a = rng.randint(2, 60)
+    b = rng.randint(2, 99 - a)
+    text = "{N} has {a} {it}. {M} has {b} more than {N}. How many {it} do they have together?"
+    return Sum(
+        text.format(a=a, b=b, **f),
+        [(a, "+", b), (a + b, "+", a)],
+        f"Together they have {a + b + a} {f['it']}.",
+    )
+
+
+def book(rng: random.Random) -> Sum:
+    """Return a problem about a book that is read on two days."""
+    f = _fields(rng)
     total = rng.randint(20, 99)
     first = rng.randint(2, total - 5)
-    second = rng.randint(1, total - first - 1)
+    second = rng.randint(2, total - first - 1)
+    left = total - first - second
     text = (
         f"A book has {total} pages. {f['N']} reads {first} pages on Monday and {second} pages on Tuesday. "
         "How many pages are left?"
     )
-    work, equation, rest = _record(total, "-", first)
-    work2, equation2, value = _record(rest, "-", second)
-    return Sum(text, [work, work2], [equation, equation2], f"There are {value} pages left.", value)
+    conclusion = f"There are {left} pages left." if left != 1 else "There is 1 page left."
+    return Sum(text, [(total, "-", first), (total - first, "-", second)], conclusion)
 
 
-def bare(rng: random.Random) -> Sum:
+def bare(rng: random.Random, num_steps: int) -> Sum:
     """Return a sum without a story."""
-    op = rng.choice("++--x")
-    a, b = rng.randint(1, 99), rng.randint(1, 99)
-    if op == "-":
-        a, b = max(a, b), min(a, b)
-    if op == "x":
-        b = rng.randint(2, 9)
-    words = {
-        "+": ("plus", "Add {a} and {b}."),
-        "-": ("minus", "Subtract {b} from {a}."),
-        "x": ("times", "Multiply {a} by {b}."),
-    }
-    work, equation, value = _record(a, op, b)
-    text = rng.choice(
-        [
-            f"What is {a} {op} {b}?",
-            f"What is {a} {words[op][0]} {b}?",
-            f"{a} {op} {b} = ?",
-            words[op][1].format(a=a, b=b),
-            f"How much is {a} {op} {b}?",
-            f"Calculate {a} {op} {b}.",
-        ]
-    )
-    return Sum(text, [work], [equation], rng.choice([f"{a} {op} {b} = {value}.", f"It is {value}."]), value)
+    pairs = steps(rng, num_steps)
+    sign = {"+": "plus", "-": "minus"}
+    words = rng.random() < 0.2
+    text = str(pairs[0][0])
+    for _, op, b in pairs:
+        text += f" {sign[op] if words else op} {b}"
+    if num_steps == 1 and pairs[0][1] == "+" and rng.random() < 0.15:
+        return Sum(f"Add {pairs[0][0]} and {pairs[0][2]}.", pairs, "")
+    return Sum(rng.choice(PLAIN).format(s=text), pairs, "")
 
 
-def make(rng: random.Random) -> Sum:
-    """Return one problem; one-step ones are the most common."""
+def make(rng: random.Random, num_steps: int | None = None) -> Sum:
+    """Return one problem, of `num_steps` steps if given; shorter ones are more common."""
+    n = num_steps or rng.choices((1, 2, 3), (42, 33, 25))[0]
     u = rng.random()
     if u < 0.2:
-        return bare(rng)
-    if u < 0.4:
+        return bare(rng, n)
+    if n == 1 and u < 0.4:
         return compare(rng)
-    return chain(rng, rng.choice((1, 1, 2, 2, 3)))
+    if n == 2 and u < 0.35:
+        return two_people(rng) if u < 0.27 else book(rng)
+    return chain(rng, n)
+
+
+def pick(rng: random.Random, held_out: bool, num_steps: int | None = None) -> Sum:
+    """Return one problem that is or is not held out."""
+    while True:
+        problem = make(rng, num_steps)
+        if problem.is_held_out == held_out:
+            return problem
