@@ -58,7 +58,13 @@ class DecoderLayer:
         self._moe = MixtureOfExperts(config, weights, f"{name}.mlp", layer, experts, sync)
 
     def __call__(
-        self, stack_TGD: mx.array, state: LayerState, position: int, *, is_revocable: bool
+        self,
+        stack_TGD: mx.array,
+        state: LayerState,
+        position: int,
+        *,
+        is_revocable: bool,
+        following: DecoderLayer | None = None,
     ) -> tuple[mx.array, Staged]:
         """Run the layer on a block of positions.
 
@@ -67,6 +73,7 @@ class DecoderLayer:
             state: What the layer carries from the tokens before.
             position: Tokens before the block.
             is_revocable: Keep what it takes to return to any row.
+            following: The layer whose experts are to be guessed while this one runs.
 
         Returns:
             The stack and the state after the layer.
@@ -77,7 +84,23 @@ class DecoderLayer:
         (y_TD,) = mx.depends([y_TD], staged.arrays())
         stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
         mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
-        return HyperConnection.write(stack_TGD, self._moe(mixed_TD), inject_TG), staged
+        early_TN = None if following is None else following.early_route(stack_TGD)
+        return HyperConnection.write(stack_TGD, self._moe(mixed_TD, early_TN), inject_TG), staged
+
+    def early_route(self, stack_TGD: mx.array) -> mx.array:
+        """Guess this layer's experts, ids_TK, the likeliest first, from an earlier stack.
+
+        The layer's own read for its experts and its own router, without its attention.
+        """
+        return self._moe.early_route(self._mlp_hyper(stack_TGD))
+
+    def extend(self, stack_TGD: mx.array, state: QsaState, position: int) -> Staged[QsaState]:
+        """Cache a block of positions in a QSA layer whose own output nobody wants; see `__call__`.
+
+        Neither attention nor experts are computed: what a QSA layer carries follows from its input alone.
+        """
+        assert self._qsa is not None
+        return self._qsa.extend(self._attn_hyper.read(stack_TGD)[0], state, position)
 
     def with_experts(self, experts: ExpertProvider) -> DecoderLayer:
         """Return the same layer over another provider of experts."""

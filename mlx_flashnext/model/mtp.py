@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.layer_state import QsaState
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperRead
 from mlx_flashnext.model.layer import DecoderLayer
@@ -68,13 +69,13 @@ class MtpCell:
         self._mixer = HyperRead(config, weights, "mtp.hyper_connection_mixer")
 
     def forward(
-        self, stack_TGD: mx.array, next_tokens: Sequence[int], block: Block
+        self, stack_TGD: mx.array, next_tokens: Sequence[int] | mx.array, block: Block
     ) -> tuple[mx.array, mx.array]:
         """Run cells for consecutive positions and stage what they leave.
 
         Args:
             stack_TGD: Stack of each position: the trunk's, or the output of the cell before.
-            next_tokens: The token after each position.
+            next_tokens: The token after each position; int32 [T] if they are still on the device.
             block: Opened on an `MtpState` for as many cells, and not yet run.
 
         Returns:
@@ -85,14 +86,35 @@ class MtpCell:
             StateError: Stacks, tokens and the block's rows differ in number, or the block is closed or was
                 run before.
         """
-        T = len(next_tokens)
-        block.check_rows(T)
-        block.check_rows(stack_TGD.shape[0])
-        token_TD = self._fc_embedding(self._embed_norm(self._embed(mx.array(list(next_tokens), mx.int32))))
-        unit_TGD = self._stack_norm(stack_TGD.reshape(T, -1)).reshape(stack_TGD.shape)
-        stack_TGD = self._fc_hidden(unit_TGD) + token_TD[:, None]
+        stack_TGD = self._enter(stack_TGD, next_tokens, block)
         stack_TGD, staged = self._layer(
             stack_TGD, block.before.layers[0], block.position, is_revocable=block.is_revocable
         )
         block.stage([staged])
         return self._head(self._mixer(stack_TGD)), stack_TGD
+
+    def extend(self, stack_TGD: mx.array, next_tokens: Sequence[int], block: Block) -> None:
+        """Stage what cells leave to later ones, without their own output: no attention, no experts.
+
+        Args:
+            stack_TGD: As for `forward`.
+            next_tokens: As for `forward`.
+            block: As for `forward`; not revocable.
+
+        Raises:
+            StateError: As for `forward`.
+        """
+        stack_TGD = self._enter(stack_TGD, next_tokens, block)
+        state = block.before.layers[0]
+        assert isinstance(state, QsaState)
+        block.stage([self._layer.extend(stack_TGD, state, block.position)])
+
+    def _enter(self, stack_TGD: mx.array, next_tokens: Sequence[int] | mx.array, block: Block) -> mx.array:
+        """Return the stack that enters the layer: every position's own, and the token after it."""
+        T = len(next_tokens)
+        block.check_rows(T)
+        block.check_rows(stack_TGD.shape[0])
+        ids_T = next_tokens if isinstance(next_tokens, mx.array) else mx.array(list(next_tokens), mx.int32)
+        token_TD = self._fc_embedding(self._embed_norm(self._embed(ids_T)))
+        unit_TGD = self._stack_norm(stack_TGD.reshape(T, -1)).reshape(stack_TGD.shape)
+        return self._fc_hidden(unit_TGD) + token_TD[:, None]

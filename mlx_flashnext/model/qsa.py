@@ -65,6 +65,25 @@ class QsaJournal:
         return [self.window]
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """The buffers with a block in them, the block's raw index queries, and the state after it.
+
+    Attributes:
+        keys: [g, N, d].
+        values: [g, N, d].
+        pooled: [B, c] of all complete blocks, or more.
+        index_queries: [T, i * c].
+        staged: The state after the block.
+    """
+
+    keys: mx.array
+    values: mx.array
+    pooled: mx.array
+    index_queries: mx.array
+    staged: Staged[QsaState]
+
+
 class SparseAttention:
     """One QSA mixer.
 
@@ -109,8 +128,40 @@ class SparseAttention:
             y_TD, and the state after the block.
         """
         config, T = self._config, x_TD.shape[0]
+        cache = self._append(x_TD, state, position, is_revocable)
         q_gate = self._q(x_TD).reshape(T, config.num_attention_heads, 2, config.head_dim)
         q_hTd = self._rope(self._q_norm(q_gate[:, :, 0]).swapaxes(0, 1), position)
+        outputs: list[mx.array] = []
+        num_dense = max(0, min(T, config.max_dense_tokens - position))
+        for first, end in row_blocks(0, num_dense, QSA_DENSE_ROWS):
+            q_hRd = after(outputs, q_hTd[:, first:end])
+            outputs.append(self._attend_all(q_hRd, cache.keys, cache.values, position + end))
+        if num_dense < T:
+            index_q_Tic = cache.index_queries.reshape(T, config.indexer_n_heads, -1)
+            index_q_iTc = self._rope(self._index_q_norm(index_q_Tic).swapaxes(0, 1), position).astype(
+                mx.float32
+            )
+            for first, end in row_blocks(num_dense, T, QSA_SPARSE_ROWS):
+                index_q_iRc = after(outputs, index_q_iTc[:, first:end])
+                tokens_RA, is_seen_RA = self._choose(index_q_iRc, cache.pooled, position + first)
+                outputs.append(
+                    self._attend_to(q_hTd[:, first:end], cache.keys, cache.values, tokens_RA, is_seen_RA)
+                )
+        o_Thd = joined(outputs)
+        y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
+        return y_TD, cache.staged
+
+    def extend(self, x_TD: mx.array, state: QsaState, position: int) -> Staged[QsaState]:
+        """Cache a block of positions without attending from any; see `__call__`.
+
+        Returns:
+            The state after the block, the same as if it had been attended from.
+        """
+        return self._append(x_TD, state, position, is_revocable=False).staged
+
+    def _append(self, x_TD: mx.array, state: QsaState, position: int, is_revocable: bool) -> _Cache:
+        """Put a block's keys, values and index keys into the buffers."""
+        config, T = self._config, x_TD.shape[0]
         k_Tgd = self._k(x_TD).reshape(T, config.num_key_value_heads, config.head_dim)
         k_gTd = self._rope(self._k_norm(k_Tgd).swapaxes(0, 1), position)
         v_gTd = self._v(x_TD).reshape(T, config.num_key_value_heads, config.head_dim).swapaxes(0, 1)
@@ -121,28 +172,9 @@ class SparseAttention:
         split = config.indexer_n_heads * config.indexer_head_dim
         window = mx.concatenate([state.open_keys, index_qk[:, split:]])
         pooled_Bc, open_keys = self._pool(window, state, position)
-
-        outputs: list[mx.array] = []
-        num_dense = max(0, min(T, config.max_dense_tokens - position))
-        for first, end in row_blocks(0, num_dense, QSA_DENSE_ROWS):
-            q_hRd = after(outputs, q_hTd[:, first:end])
-            outputs.append(self._attend_all(q_hRd, keys_gNd, values_gNd, position + end))
-        if num_dense < T:
-            index_q_Tic = index_qk[:, :split].reshape(T, config.indexer_n_heads, -1)
-            index_q_iTc = self._rope(self._index_q_norm(index_q_Tic).swapaxes(0, 1), position).astype(
-                mx.float32
-            )
-            for first, end in row_blocks(num_dense, T, QSA_SPARSE_ROWS):
-                index_q_iRc = after(outputs, index_q_iTc[:, first:end])
-                tokens_RA, is_seen_RA = self._choose(index_q_iRc, pooled_Bc, position + first)
-                outputs.append(
-                    self._attend_to(q_hTd[:, first:end], keys_gNd, values_gNd, tokens_RA, is_seen_RA)
-                )
-        o_Thd = joined(outputs)
-        y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
         final = replace(state, open_keys=open_keys)
-        ratio = config.indexer_compress_ratio
-        return y_TD, Staged(final, QsaJournal(final, window, T, ratio) if is_revocable else None)
+        journal = QsaJournal(final, window, T, config.indexer_compress_ratio) if is_revocable else None
+        return _Cache(keys_gNd, values_gNd, pooled_Bc, index_qk[:, :split], Staged(final, journal))
 
     def _pool(self, window: mx.array, state: QsaState, position: int) -> tuple[mx.array, mx.array]:
         """Pool the blocks that this call completes.
