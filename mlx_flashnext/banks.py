@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from expert_store.reader import RowMemory, SlotMemory
-from mlx_flashnext.checkpoint import ExpertLayout, NgramLayout, Projection
+from mlx_flashnext.checkpoint import BLOCK_SCALES, ExpertLayout, NgramLayout, Projection
 from mlx_flashnext.errors import UnsupportedCheckpoint
 from mlx_flashnext.model.quant import ExpertBank, ExpertMatrix
-from mlx_flashnext.stored_numbers import NATIVE, array_memory
+from mlx_flashnext.stored_numbers import IN_BANKS, array_memory
 
 MAX_BANK_ELEMENTS = 1 << 31
 MAX_BANK_BYTES = 1 << 32
@@ -119,13 +119,13 @@ class RowBanks(RowMemory):
 
 
 def _bank_array(name: str, shape: tuple[int, ...], dtype: str) -> mx.array:
-    if dtype not in NATIVE:
+    if dtype not in IN_BANKS:
         raise UnsupportedCheckpoint(
             f"Experts of type {dtype} cannot be computed: {name}",
-            hint="use a BF16 or MLX quantised checkpoint",
+            hint="use a BF16, FP8 or MLX quantised checkpoint",
             dtype=dtype,
         )
-    array = mx.zeros(shape, NATIVE[dtype])
+    array = mx.zeros(shape, IN_BANKS[dtype])
     if array.size >= MAX_BANK_ELEMENTS or array.nbytes >= MAX_BANK_BYTES:
         raise UnsupportedCheckpoint(
             f"One slot tensor would be {array.nbytes} bytes, {name}: the limit is {MAX_BANK_BYTES}",
@@ -141,7 +141,7 @@ def _expert_bank(layout: ExpertLayout, arrays: Sequence[mx.array]) -> ExpertBank
     def matrix(projection: Projection) -> ExpertMatrix:
         return ExpertMatrix(
             weight=by_name[f"{projection}_proj.weight"],
-            scales=by_name.get(f"{projection}_proj.scales"),
+            scales=by_name.get(f"{projection}_proj.scales", by_name.get(f"{projection}_proj.{BLOCK_SCALES}")),
             biases=by_name.get(f"{projection}_proj.biases"),
             spec=layout.specs[projection],
         )

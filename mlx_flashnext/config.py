@@ -61,6 +61,17 @@ class QuantSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """How an FP8 matrix is stored: E4M3 values, one scale for each block of `rows` x `columns`."""
+
+    rows: int
+    columns: int
+
+
+MatrixSpec = QuantSpec | Fp8Blocks
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The text model and its MTP module, under the names of the checkpoint's config."""
 

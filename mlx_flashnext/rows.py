@@ -23,13 +23,22 @@ class StreamedRows:
         banks: where they land.
         layout: stored form of the table.
         dtype: type the rows are computed in.
+        scale: the one scale of an FP8 table; None for all others.
     """
 
-    def __init__(self, table: RowTable, banks: RowBanks, layout: NgramLayout, dtype: mx.Dtype) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        banks: RowBanks,
+        layout: NgramLayout,
+        dtype: mx.Dtype,
+        scale: float | None = None,
+    ) -> None:
         self._table = table
         self._banks = banks
         self._layout = layout
         self._dtype = dtype
+        self._scale = scale
 
     def issue(self, rows_TN: Sequence[Sequence[int]]) -> "PendingNgramRows":
         """Start reading the rows of a block and return at once.
@@ -44,7 +53,7 @@ class StreamedRows:
         """Return the landed rows as [T, N, width] in the compute type."""
         index = mx.array(list(batch.index), mx.int32)
         parts = [array[index] for array in self._banks.arrays(batch.buffer)]
-        rows = dequantize_rows(parts, self._layout.spec, self._dtype)
+        rows = dequantize_rows(parts, self._layout.spec, self._dtype, self._scale)
         return rows.reshape(num_positions, num_heads, -1)
 
 

@@ -27,7 +27,7 @@ from expert_store.errors import CheckpointCorrupt
 from expert_store.safetensors_index import TensorInfo
 from expert_store.source import ByteSource
 from mlx_flashnext.checkpoint import Checkpoint, StoredTensor
-from mlx_flashnext.config import QuantSpec
+from mlx_flashnext.config import Fp8Blocks, QuantSpec
 from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint, WeightMismatch
 from mlx_flashnext.model.quant import (
     DenseEmbedding,
@@ -44,6 +44,7 @@ from mlx_flashnext.stored_numbers import (
     STORED,
     array_memory,
     convert,
+    e4m3_values,
     float32_memory,
     num_not_finite,
 )
@@ -51,6 +52,8 @@ from mlx_flashnext.stored_numbers import (
 CHUNK_BYTES = 4 << 20
 # A chunk as stored, its conversion, and the comparison that looks for NaN.
 STAGING_BYTES = 4 * CHUNK_BYTES
+FLOAT32_BYTES = 4
+E4M3_VALUES = e4m3_values()
 
 Allocate = Callable[[tuple[int, ...], mx.Dtype], mx.array]
 
@@ -67,7 +70,7 @@ class CheckpointWeights:
         allocate: Makes a zero-filled array whose memory exists; for tests.
 
     Raises:
-        UnsupportedCheckpoint: The FP8 layout, an unknown compute type, or norms around neither 0 nor 1.
+        UnsupportedCheckpoint: An unknown compute type, or norms around neither 0 nor 1.
         WeightMismatch: The stored hash constants are not those of the config, or a value is not finite.
         StoreError: A file could not be read, or changed since it was indexed.
     """
@@ -81,12 +84,6 @@ class CheckpointWeights:
         progress: Callable[[int, int], None] | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        if checkpoint.layout == "hf-fp8":
-            raise UnsupportedCheckpoint(
-                f"The FP8 layout can be inspected but not run yet: {checkpoint.directory}",
-                hint="use the BF16 checkpoint or a 4-bit MLX conversion of it",
-                layout=checkpoint.layout,
-            )
         if compute_dtype not in (mx.float32, mx.bfloat16):
             raise UnsupportedCheckpoint(
                 f"Weights cannot be loaded as {compute_dtype}", hint="float32 and bfloat16 are implemented"
@@ -136,7 +133,7 @@ class CheckpointWeights:
         """Return the product with a matrix; see `WeightSource`."""
         tensor = self._take(name, (out_features, in_features))
         weight, scales, biases = self._matrix(tensor)
-        if tensor.spec is None or scales is None:
+        if not isinstance(tensor.spec, QuantSpec) or scales is None:
             return DenseLinear(weight)
         return QuantizedLinear(weight, scales, biases, tensor.spec)
 
@@ -144,9 +141,16 @@ class CheckpointWeights:
         """Return the row look-up of a matrix; see `WeightSource`."""
         tensor = self._take(name, (num, dim))
         weight, scales, biases = self._matrix(tensor)
-        if tensor.spec is None or scales is None:
+        if not isinstance(tensor.spec, QuantSpec) or scales is None:
             return DenseEmbedding(weight, self._dtype)
         return QuantizedEmbedding(weight, scales, biases, tensor.spec, self._dtype)
+
+    def ngram_scale(self) -> float | None:
+        """Return the one scale of an FP8 n-gram table, None for every other table."""
+        scale = self._checkpoint.ngram.scale
+        if scale is None:
+            return None
+        return float(float32_memory(self._read(scale, (1,), mx.float32))[0])
 
     def check_all_used(self) -> None:
         """Refuse a model that left weights of the checkpoint unused.
@@ -189,6 +193,10 @@ class CheckpointWeights:
             weight = self._read(tensor.weight, tensor.shape, self._dtype)
             self._report()
             return weight, None, None
+        if isinstance(tensor.spec, Fp8Blocks):
+            weight = self._read_blocks(tensor.weight, tensor.scales, tensor.spec)
+            self._report()
+            return weight, None, None
         weight = self._read(tensor.weight, tensor.weight.shape, mx.uint32)
         scales = self._read(tensor.scales, tensor.scales.shape, self._dtype, tensor.spec)
         biases = None
@@ -223,6 +231,35 @@ class CheckpointWeights:
             num_bad += num_not_finite(bits, info.dtype, spec)
             if not direct:
                 convert(bits, info.dtype, out, dtype)
+        self._check_finite(info, num_bad, count)
+        return array
+
+    def _read_blocks(self, info: TensorInfo, scales: TensorInfo, blocks: Fp8Blocks) -> mx.array:
+        """Read a matrix of E4M3 values and their block scales into a new array of the compute type."""
+        block_factors = float32_memory(self._read(scales, scales.shape, mx.float32)).reshape(scales.shape)
+        rows, columns = info.shape
+        array = self._new(info.name, info.shape, self._dtype)
+        target, width = array_memory(array), self._dtype.size * columns
+        chunk = max(1, CHUNK_BYTES // (FLOAT32_BYTES * columns))
+        staging, num_bad = bytearray(min(rows, chunk) * columns), 0
+        for first in range(0, rows, chunk):
+            end = min(rows, first + chunk)
+            raw = memoryview(staging)[: (end - first) * columns]
+            self._fill(info, first * columns, raw)
+            codes = np.frombuffer(raw, np.uint8)
+            num_bad += num_not_finite(codes, info.dtype, None)
+            values = E4M3_VALUES[codes].reshape(end - first, columns)
+            factors = block_factors[np.arange(first, end) // blocks.rows]
+            values *= np.repeat(factors, blocks.columns, axis=1)[:, :columns]
+            out = target[first * width : end * width]
+            if self._dtype == mx.float32:
+                np.copyto(np.frombuffer(out, np.float32), values.reshape(-1))
+            else:
+                convert(values.reshape(-1).view(np.uint32), "F32", out, self._dtype)
+        self._check_finite(info, num_bad, rows * columns)
+        return array
+
+    def _check_finite(self, info: TensorInfo, num_bad: int, count: int) -> None:
         if num_bad:
             raise WeightMismatch(
                 f"{info.name}: {num_bad} of {count} values are not finite (NaN or infinite)",
@@ -230,7 +267,6 @@ class CheckpointWeights:
                 tensor=info.name,
                 num_not_finite=num_bad,
             )
-        return array
 
     def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
         got = self._source.read_into(info.file, info.offset + at, [view])

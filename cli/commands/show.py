@@ -15,7 +15,7 @@ from cli.options import ModelOptions
 if TYPE_CHECKING:
     from expert_store.safetensors_index import TensorInfo
     from mlx_flashnext.checkpoint import AccountLine, Inspection
-    from mlx_flashnext.config import ModelConfig, QuantSpec
+    from mlx_flashnext.config import MatrixSpec, ModelConfig
 
 MOST_NAMES = 10
 
@@ -135,11 +135,15 @@ def _quantisation(inspection: "Inspection") -> str:
     plain = {component.dtype for component in first.components}
     named = ", ".join(sorted(experts)) if experts != {"none"} else f"none ({', '.join(sorted(plain))})"
     record = size(first.record.record_bytes)
-    table = _spec(checkpoint.ngram.spec)
+    table = _spec(checkpoint.ngram.spec) if checkpoint.ngram.scale is None else "fp8, one scale"
     return f"experts {named}, {record} each; trunk {', '.join(sorted(trunk))}; n-gram {table}"
 
 
-def _spec(spec: "QuantSpec | None") -> str:
+def _spec(spec: "MatrixSpec | None") -> str:
+    from mlx_flashnext.config import Fp8Blocks
+
+    if isinstance(spec, Fp8Blocks):
+        return f"fp8 blocks of {spec.rows} x {spec.columns}"
     return "none" if spec is None else f"{spec.mode} {spec.bits}-bit group {spec.group_size}"
 
 

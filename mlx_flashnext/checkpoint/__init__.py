@@ -5,6 +5,7 @@ Entry points: `open_checkpoint` for use, `inspect_checkpoint` for `show`.
 
 from mlx_flashnext.checkpoint.opening import Inspection, inspect_checkpoint, open_checkpoint
 from mlx_flashnext.checkpoint.stored import (
+    BLOCK_SCALES,
     AccountLine,
     Checkpoint,
     Component,
@@ -16,6 +17,7 @@ from mlx_flashnext.checkpoint.stored import (
 )
 
 __all__ = [
+    "BLOCK_SCALES",
     "AccountLine",
     "Checkpoint",
     "Component",

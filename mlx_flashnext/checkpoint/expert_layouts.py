@@ -21,10 +21,10 @@ from expert_store.layout import RecordLayout, StackedComponent
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import ExpertGroup, Parts
-from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, block_sizes, quant_spec
 from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
-from mlx_flashnext.checkpoint.stored import PROJECTIONS, Component, ExpertLayout, Projection
-from mlx_flashnext.config import ModelConfig, QuantSpec
+from mlx_flashnext.checkpoint.stored import BLOCK_SCALES, PROJECTIONS, Component, ExpertLayout, Projection
+from mlx_flashnext.config import MatrixSpec, ModelConfig, QuantSpec
 
 PADDED_MULTIPLE = 256
 FUSED = "gate_up_proj"
@@ -88,7 +88,7 @@ class ExpertReader:
         width = self._width(stacked)
         hidden = self._sizes.hidden
         wide = Size(width, ("moe_intermediate_size",))
-        specs: dict[Projection, QuantSpec | None] = {}
+        specs: dict[Projection, MatrixSpec | None] = {}
         rows: dict[Projection, Size] = {"gate": wide, "up": wide, "down": hidden}
         columns: dict[Projection, Size] = {"gate": hidden, "up": hidden, "down": wide}
         pieces: list[tuple[Component, StackedComponent]] = []
@@ -164,10 +164,10 @@ class ExpertReader:
         pieces: list[tuple[Component, list[TensorInfo]]] = []
         for projection in PROJECTIONS:
             rows, columns = (hidden, wide) if projection == "down" else (wide, hidden)
-            scale_sizes = (Size(-(-rows.value // block[0]), ()), Size(-(-columns.value // block[1]), ()))
+            scale_sizes = block_sizes(rows, columns, block)
             for part, sizes, dtypes in (
                 ("weight", (rows, columns), ("F8_E4M3",)),
-                ("weight_scale_inv", scale_sizes, FLOATS),
+                (BLOCK_SCALES, scale_sizes, FLOATS),
             ):
                 stored = group.listed.get((f"{projection}_proj", part), {})
                 name = f"{projection}_proj.{part}"
@@ -193,7 +193,7 @@ class ExpertReader:
             layer, [(component.name, infos) for component, infos in pieces], file_sizes=self._file_sizes
         )
         components = tuple(component for component, _ in pieces)
-        return ExpertLayout(record, components, dict.fromkeys(PROJECTIONS), wide.value)
+        return ExpertLayout(record, components, dict.fromkeys(PROJECTIONS, block), wide.value)
 
     def _in_order(self, name: str, stored: Mapping[int, TensorInfo], num_experts: Size) -> list[TensorInfo]:
         count = num_experts.value

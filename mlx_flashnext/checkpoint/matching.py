@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Expected
 from mlx_flashnext.checkpoint.grouping import Parts
-from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
+from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, block_sizes, quant_spec
 from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor
-from mlx_flashnext.checkpoint.stored import StoredTensor
+from mlx_flashnext.checkpoint.stored import BLOCK_SCALES, StoredTensor
 from mlx_flashnext.errors import ModelError
 
 
@@ -65,6 +65,8 @@ def _stored(
     weight = parts["weight"]
     if want.role == "matrix" and weight.dtype == "U32":
         return _quantised(want, parts, quantization, text)
+    if want.role == "matrix" and weight.dtype == "F8_E4M3":
+        return _fp8(want, parts, quantization, text)
     allowed = ("I64",) if want.role == "integer" else FLOATS
     if weight.dtype not in allowed:
         raise mismatch(
@@ -88,3 +90,21 @@ def _quantised(
     biases = parts.get("biases")
     spec = quant_spec(columns, weight, scales, biases, quantization.spec_of(Place(want.name)), text)
     return StoredTensor(want.name, want.shape, spec, weight, scales, biases)
+
+
+def _fp8(
+    want: Expected, parts: Parts, quantization: Quantization, text: Mapping[str, object]
+) -> StoredTensor:
+    weight, scales, block = parts["weight"], parts.get(BLOCK_SCALES), quantization.fp8_block
+    if block is None:
+        raise mismatch(f"{weight.name}: F8_E4M3, but config.json names no quant_method fp8", weight.name)
+    if scales is None:
+        raise missing_tensor(f"{want.name}.{BLOCK_SCALES}", "its weight is FP8")
+    if scales.dtype not in FLOATS:
+        raise mismatch(
+            f"{scales.name}: dtype {scales.dtype}, {' or '.join(FLOATS)} was expected", scales.name
+        )
+    rows, columns = want.sizes
+    check_shape(weight, weight.shape, want.sizes, text)
+    check_shape(scales, scales.shape, block_sizes(rows, columns, block), text)
+    return StoredTensor(want.name, want.shape, block, weight, scales)

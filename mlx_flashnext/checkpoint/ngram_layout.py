@@ -9,6 +9,7 @@ Source: qwen4exp.md 2.3.1, 3.1 to 3.5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from expert_store.layout import RowLayout, RowPart
@@ -81,8 +82,7 @@ def ngram_layout(
         rows.append(RowPart(infos[0].shape[0], infos))
     first = rows[0].spans[0]
     assert isinstance(first, TensorInfo)
-    if first.dtype == "F8_E4M3" and scale is None:
-        raise missing_tensor(f"{module}.weight_scale", "the table is FP8")
+    _check_scale(module, scale, is_fp8=first.dtype == "F8_E4M3")
     num_rows = sum(part.num_rows for part in rows)
     if num_rows != config.ngram.num_rows:
         fields = (
@@ -96,6 +96,21 @@ def ngram_layout(
         )
     record = RowLayout([component.name for component in components], rows, file_sizes=file_sizes)
     return NgramLayout(record, components, spec, num_rows, width.value, config.ngram.num_heads, scale)
+
+
+def _check_scale(module: str, scale: TensorInfo | None, *, is_fp8: bool) -> None:
+    """Refuse an FP8 table without its one scale, and a scale that nothing asks for."""
+    if scale is None:
+        if is_fp8:
+            raise missing_tensor(f"{module}.weight_scale", "the table is FP8")
+        return
+    if not is_fp8:
+        raise mismatch(f"{scale.name}: the table is not FP8 and has no such scale", scale.name)
+    if scale.dtype not in FLOATS or math.prod(scale.shape) != 1:
+        raise mismatch(
+            f"{scale.name}: {scale.dtype} {list(scale.shape)}, one number for the whole table was expected",
+            scale.name,
+        )
 
 
 def _part(

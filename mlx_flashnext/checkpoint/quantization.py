@@ -18,7 +18,7 @@ from typing import NamedTuple
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, describe
 from mlx_flashnext.checkpoint.refusals import WRONG_PAIR, mismatch, missing_tensor
-from mlx_flashnext.config import QUANT_MODES, QuantSpec
+from mlx_flashnext.config import QUANT_MODES, Fp8Blocks, QuantSpec
 from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
 from mlx_flashnext.names import parse_override
 
@@ -49,7 +49,7 @@ class Quantization:
 
     default: QuantSpec | None
     overrides: Mapping[Place, QuantSpec | None]
-    fp8_block: tuple[int, int] | None = None
+    fp8_block: Fp8Blocks | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Quantization:
@@ -82,6 +82,14 @@ class Quantization:
             if place in self.overrides:
                 return self.overrides[place]
         return self.default
+
+
+def block_sizes(rows: Size, columns: Size, block: Fp8Blocks) -> tuple[Size, Size]:
+    """Return the sizes of an FP8 matrix's scales: one for each block, the last ones not full."""
+    return (
+        Size(-(-rows.value // block.rows), rows.fields),
+        Size(-(-columns.value // block.columns), columns.fields),
+    )
 
 
 def quant_spec(
@@ -196,11 +204,11 @@ def _spec(section: Mapping[str, object], where: str) -> QuantSpec:
     return QuantSpec(mode, bits, group_size)
 
 
-def _fp8_block(section: Mapping[str, object]) -> tuple[int, int]:
+def _fp8_block(section: Mapping[str, object]) -> Fp8Blocks:
     block = section.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise _refuse(f"Unknown FP8 block size: weight_block_size = {block!r}", block)
-    return int(block[0]), int(block[1])
+    return Fp8Blocks(int(block[0]), int(block[1]))
 
 
 def _refuse(message: str, value: object) -> ModelError:

@@ -17,13 +17,15 @@ from typing import Literal
 
 from expert_store.layout import RecordLayout, RowLayout
 from expert_store.safetensors_index import TensorInfo, TensorTable
-from mlx_flashnext.config import ModelConfig, QuantSpec
+from mlx_flashnext.config import Fp8Blocks, MatrixSpec, ModelConfig, QuantSpec
 
 Layout = Literal["hf", "hf-fp8", "mlx"]
 Role = Literal["matrix", "vector", "conv", "integer"]
 Projection = Literal["gate", "up", "down"]
 
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+BLOCK_SCALES = "weight_scale_inv"
+"""The part of an FP8 matrix that holds one factor for each block, in spite of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class StoredTensor:
         shape: Logical shape: unpacked, convolutions as [channels, taps].
         spec: How it is quantised, None if it is not.
         weight: The values, packed if quantised.
-        scales: Scales of a quantised matrix.
+        scales: Scales of a quantised or FP8 matrix.
         biases: Biases of an affine matrix.
         role: What the model does with it. Only a matrix takes the compute dtype; vectors and convolutions are
             loaded as float32, integers are compared with the config and not kept.
@@ -43,7 +45,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    spec: QuantSpec | None
+    spec: MatrixSpec | None
     weight: TensorInfo
     scales: TensorInfo | None = None
     biases: TensorInfo | None = None
@@ -69,7 +71,7 @@ class StoredTensor:
             return 0
         if self.role != "matrix":
             return 4 * math.prod(self.shape)
-        if self.spec is None:
+        if self.spec is None or isinstance(self.spec, Fp8Blocks):  # FP8 is decoded when it is loaded
             return itemsize * math.prod(self.shape)
         factors = self.parts[1:]
         return self.weight.length + sum(
@@ -93,13 +95,13 @@ class ExpertLayout:
     Attributes:
         record: Where each expert's bytes lie; its components are `components`, in the same order.
         components: Name, dtype and shape of each part.
-        specs: Quantisation of each projection, None if it is stored as plain numbers (or FP8).
+        specs: Quantisation of each projection, None if it is stored as plain numbers.
         width: Stored expert width; at least `moe_intermediate_size`, more if the pack pads it.
     """
 
     record: RecordLayout
     components: tuple[Component, ...]
-    specs: Mapping[Projection, QuantSpec | None]
+    specs: Mapping[Projection, MatrixSpec | None]
     width: int
 
 

@@ -157,7 +157,7 @@ def _open_target(
         checkpoint.config,
         weights,
         experts,
-        StreamedRows(table, row_banks, checkpoint.ngram, dtype),
+        StreamedRows(table, row_banks, checkpoint.ngram, dtype, weights.ngram_scale()),
         sync,
         compute_dtype=dtype,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from drafter.lookup import BYTES_PER_TOKEN
 from mlx_flashnext.banks import MAX_BANK_BYTES, MAX_BANK_ELEMENTS, NUM_ROW_BUFFERS
-from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout
+from mlx_flashnext.checkpoint import BLOCK_SCALES, Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.machine import MIB, Machine
 from mlx_flashnext.geometry import (
     FLOAT32_BYTES,
@@ -216,12 +216,12 @@ def _widened_pairs_bytes(layout: ExpertLayout, itemsize: int) -> int:
     native = "BF16" if itemsize == 2 else "F32"
     dense = [part for part in layout.components if not _is_scale(part) and part.dtype not in ("U32", native)]
     largest = max((math.prod(part.shape) for part in dense), default=0)
-    # Two groups of pairs, as stored and as computed: one is queued while the other runs.
+    # Two groups of pairs, as stored, in float32 and as computed: one is queued while the other runs.
     return 2 * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
 
 
 def _is_scale(part: Component) -> bool:
-    return part.name.endswith((".scales", ".biases"))
+    return part.name.endswith((".scales", ".biases", BLOCK_SCALES))
 
 
 def _reserve(subtotal: int) -> int:

@@ -1,7 +1,7 @@
 """Matrices of any stored form: dense or quantised, single or stacked by expert slot.
 
 Entry points: `Linear`, `Embedding` (protocols) with their dense and quantised forms; `ExpertBank` and
-`expert_glu` for gathered experts; `dequantize_rows` for table rows.
+`expert_glu` for gathered experts; `dequantize_rows` for table rows; `decode_blocks` for FP8.
 
 Invariants:
 1. The result of a pair (row, slot) depends on that row and that slot's bytes alone: not on the other pairs,
@@ -22,12 +22,13 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_flashnext.config import QuantSpec
+from mlx_flashnext.config import Fp8Blocks, MatrixSpec, QuantSpec
 from mlx_flashnext.model.order import after, joined, row_blocks
 
 # From here on pairs are sorted by slot, which lets Metal use its matrix kernel (mlx-lm's threshold).
 SORT_PAIRS = 64
-# Pairs whose matrices are widened at a time when bank and activations differ in type: bounds the copies.
+# Pairs whose matrices are decoded at a time where no kernel multiplies with the bank's own type: bounds the
+# copies.
 WIDEN_PAIRS = 16
 
 
@@ -112,14 +113,19 @@ class QuantizedEmbedding:
         return dequantize_rows(parts, self.spec, self._dtype)
 
 
-def dequantize_rows(parts: Sequence[mx.array], spec: QuantSpec | None, dtype: mx.Dtype) -> mx.array:
+def dequantize_rows(
+    parts: Sequence[mx.array], spec: QuantSpec | None, dtype: mx.Dtype, scale: float | None = None
+) -> mx.array:
     """Return table rows in the compute type.
 
     Args:
         parts: The rows' weight, then scales and biases if they are quantised; one leading axis each.
         spec: How they are quantised, or None.
         dtype: The compute type.
+        scale: The one scale of a table of E4M3 values, None for all other tables.
     """
+    if scale is not None:
+        return (mx.from_fp8(parts[0], mx.float32) * scale).astype(dtype)
     if spec is None:
         return parts[0].astype(dtype)
     weight, scales = parts[0], parts[1]
@@ -135,7 +141,7 @@ class ExpertMatrix:
     weight: mx.array
     scales: mx.array | None = None
     biases: mx.array | None = None
-    spec: QuantSpec | None = None
+    spec: MatrixSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,7 @@ def gathered_product(x: mx.array, matrix: ExpertMatrix, slots: mx.array, *, is_s
     Returns:
         [*slots.shape, 1, out] in the type of `x`.
     """
-    if matrix.spec is not None:
+    if isinstance(matrix.spec, QuantSpec):
         assert matrix.scales is not None
         y = mx.gather_qmm(
             x,
@@ -203,21 +209,51 @@ def gathered_product(x: mx.array, matrix: ExpertMatrix, slots: mx.array, *, is_s
             sorted_indices=is_sorted,
         )
         return y.astype(x.dtype)
-    if matrix.weight.dtype == x.dtype:
+    if matrix.spec is None and matrix.weight.dtype == x.dtype:
         return mx.gather_mm(x, matrix.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=is_sorted)
-    return _widened_product(x, matrix.weight, slots)
+    return _decoded_product(x, matrix, slots)
 
 
-def _widened_product(x: mx.array, weight: mx.array, slots: mx.array) -> mx.array:
-    """Multiply with a bank of another type, a few pairs at a time.
+def _decoded_product(x: mx.array, matrix: ExpertMatrix, slots: mx.array) -> mx.array:
+    """Multiply with a bank of another type, FP8 or floats, a few pairs at a time.
 
-    The CPU backend gathers float32 only; widening the whole bank would copy every slot on every call.
+    No backend multiplies with E4M3 and block scales, and the CPU backend gathers float32 only; decoding the
+    whole bank would copy every slot on every call. Cost: bench/LEDGER.md, study `layout_cost`.
     """
     slots_P = slots.reshape(-1)
     x_P1D = mx.broadcast_to(x, (*slots.shape, *x.shape[-2:])).reshape(slots_P.shape[0], 1, -1)
     parts: list[mx.array] = []
     for first, end in row_blocks(0, slots_P.shape[0], WIDEN_PAIRS):
-        wide = weight[after(parts, slots_P[first:end])].astype(x.dtype)
+        wide = _decoded(matrix, after(parts, slots_P[first:end]), x.dtype)
         own = mx.arange(end - first, dtype=mx.uint32)
         parts.append(mx.gather_mm(x_P1D[first:end], wide.swapaxes(-1, -2), rhs_indices=own))
     return joined(parts).reshape(*slots.shape, 1, -1)
+
+
+def _decoded(matrix: ExpertMatrix, slots_P: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return the matrices [P, out, in] of some slots in the compute type."""
+    weight = matrix.weight[slots_P]
+    if not isinstance(matrix.spec, Fp8Blocks):
+        return weight.astype(dtype)
+    assert matrix.scales is not None
+    return decode_blocks(weight, matrix.scales[slots_P], matrix.spec, dtype)
+
+
+def decode_blocks(codes: mx.array, scales: mx.array, blocks: Fp8Blocks, dtype: mx.Dtype) -> mx.array:
+    """Return matrices of E4M3 codes in the compute type: each value times its block's scale, rounded once.
+
+    Args:
+        codes: uint8 [..., rows, columns].
+        scales: Floats [..., blocks of rows, blocks of columns]; the last ones may reach beyond the matrix.
+        blocks: Size of a block.
+        dtype: The compute type.
+    """
+    *lead, rows, columns = codes.shape
+    values, factors = mx.from_fp8(codes, mx.float32), scales.astype(mx.float32)
+    tall, wide = rows // scales.shape[-2], columns // scales.shape[-1]
+    if tall * scales.shape[-2] != rows or (scales.shape[-2] > 1 and tall != blocks.rows):
+        factors, tall = mx.repeat(factors, blocks.rows, axis=-2)[..., :rows, :], 1
+    if wide * scales.shape[-1] != columns or (scales.shape[-1] > 1 and wide != blocks.columns):
+        factors, wide = mx.repeat(factors, blocks.columns, axis=-1)[..., :columns], 1
+    blocked = values.reshape(*lead, rows // tall, tall, columns // wide, wide)
+    return (blocked * factors[..., :, None, :, None]).reshape(codes.shape).astype(dtype)

@@ -15,6 +15,7 @@ from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint, WeightMismat
 from mlx_flashnext.weights import CheckpointWeights
 from tests.tampering import floats, load, save, store
 from tests.tiny.checkpoints import build_hf, build_mlx
+from tests.tiny.fp8 import build_fp8
 from tests.tiny.safetensors_io import Stored
 
 HF, PACK = "model.language_model.", "language_model.model."
@@ -325,6 +326,52 @@ def test_faults_of_the_fp8_layout_are_named(tmp_path, change, words):
     else:
         del tensors[HF + "layers.1.ple.ple_embedding.ngram_embedding.weight_scale"]
     refused(tmp_path, tensors, config, *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("two scales", ("weight_scale", "[2]", "one number")),
+        ("integer scale", ("weight_scale", "I32")),
+        ("plain table", ("weight_scale", "not FP8")),
+        ("no block scales", ("Tensor missing", "q_proj.weight_scale_inv")),
+        ("block scales of another size", ("q_proj.weight_scale_inv", "dimension 0 is 3")),
+        ("no method", ("q_proj.weight", "F8_E4M3", "quant_method")),
+        ("block size", ("weight_block_size",)),
+        ("block of nothing", ("weight_block_size",)),
+    ],
+)
+def test_fp8_scales_that_do_not_fit_are_refused(tmp_path, change, words):
+    tensors, config = load(build_fp8(tmp_path / "fp8", tmp_path / "twin", trunk=True))
+    scale = HF + "layers.1.ple.ple_embedding.ngram_embedding.weight_scale"
+    matrix = HF + "layers.3.self_attn.q_proj.weight"
+    if change == "two scales":
+        tensors[scale] = Stored("BF16", (2,), bytes(4))
+    elif change == "integer scale":
+        tensors[scale] = Stored("I32", (1,), bytes(4))
+    elif change == "plain table":
+        for name in [name for name in tensors if ".ngram_embedding.shard_" in name]:
+            tensors[name] = Stored("BF16", tensors[name].shape, bytes(2 * len(tensors[name].data)))
+    elif change == "no block scales":
+        del tensors[matrix + "_scale_inv"]
+    elif change == "block scales of another size":
+        tensors[matrix + "_scale_inv"] = Stored("BF16", (3, 4), bytes(24))
+    elif change == "no method":
+        del config["quantization_config"]
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            del tensors[name]
+    elif change == "block size":
+        config["quantization_config"]["weight_block_size"] = None
+    else:
+        config["quantization_config"]["weight_block_size"] = [0, 128]
+    with pytest.raises((ModelError, StoreError)):
+        open_checkpoint(save(tmp_path / "fp8", tensors, config))
+    if "block_size" in words[0]:
+        refused(tmp_path / "fp8", tensors, config, *words)
+        return
+    problems = inspect_checkpoint(tmp_path / "fp8").problems
+    assert any(all(word in problem.message for word in words) for problem in problems), problems
+    assert all(problem.hint for problem in problems)
 
 
 def test_an_inspection_lists_all_that_is_wrong(tmp_path):

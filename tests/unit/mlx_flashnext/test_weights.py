@@ -17,6 +17,7 @@ from mlx_flashnext.model.quant import DenseEmbedding, DenseLinear, QuantizedEmbe
 from mlx_flashnext.weights import STAGING_BYTES, CheckpointWeights
 from tests.tampering import floats, load, save, store
 from tests.tiny.checkpoints import build_hf, build_mlx
+from tests.tiny.fp8 import build_fp8
 
 EIGHT_LAYERS = {"num_hidden_layers": 8}
 
@@ -269,12 +270,27 @@ def test_a_quantised_norm_is_refused(tmp_path):
         weights.array("lm_head", (128, 64))
 
 
-def test_the_fp8_layout_is_refused_with_a_way_out(tmp_path):
-    from tests.unit.mlx_flashnext.test_checkpoint import SMALL_FP8
+@pytest.mark.parametrize("damage", [0x7F, 0xFF])
+def test_an_fp8_matrix_with_a_value_that_is_no_number_is_refused(tmp_path, damage):
+    tensors, config = load(build_fp8(tmp_path / "fp8", tmp_path / "twin", trunk=True))
+    name = "model.language_model.layers.0.linear_attn.out_proj.weight"
+    data = bytearray(tensors[name].data)
+    data[7] = data[-1] = damage
+    tensors[name] = tensors[name]._replace(data=bytes(data))
+    _, weights = open_weights(save(tmp_path / "fp8", tensors, config))
+    with pytest.raises(WeightMismatch, match=r"out_proj\.weight: 2 of \d+ values are not finite"):
+        weights.linear("layers.0.linear_attn.out_proj", *tensors[name].shape)
 
-    with pytest.raises(UnsupportedCheckpoint, match="FP8") as caught:
-        open_weights(build(SMALL_FP8, tmp_path))
-    assert "BF16" in caught.value.hint
+
+@pytest.mark.parametrize("chunk", [1 << 22, 1 << 10])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_an_fp8_matrix_of_the_trunk_is_its_values(tmp_path, monkeypatch, dtype, chunk):
+    monkeypatch.setattr("mlx_flashnext.weights.CHUNK_BYTES", chunk)
+    directory = build_fp8(tmp_path / "fp8", tmp_path / "twin", trunk=True, block=(48, 40))
+    name, shape = "layers.3.self_attn.q_proj", (512, 64)
+    _, weights = open_weights(directory, dtype)
+    _, twin = open_weights(tmp_path / "twin", dtype)
+    assert mx.array_equal(weights.linear(name, *shape).weight, twin.linear(name, *shape).weight)
 
 
 def test_layouts_of_one_synthetic_model_hold_the_same_numbers(tmp_path):
