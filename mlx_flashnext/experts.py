@@ -56,6 +56,14 @@ class ResidentExperts:
         del layer
         return True
 
+    def wants_early(self, layer: int) -> bool:
+        """Return False: nothing is read ahead."""
+        del layer
+        return False
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        """Do nothing."""
+
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array) -> mx.array:
         """Return every pair's expert output.
 
@@ -115,6 +123,14 @@ class StreamedExperts:
     def is_resident(self, layer: int) -> bool:
         """Return whether slot and expert are the same number, so that ids may stay on the device."""
         return layer in self._identity
+
+    def wants_early(self, layer: int) -> bool:
+        """Return whether somebody listens who wants the layer's router asked one layer early."""
+        del layer
+        return False
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        """Pass on what a layer yet to come will probably choose."""
 
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
         """Return every pair's expert output, reading what is missing.

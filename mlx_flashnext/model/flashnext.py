@@ -136,7 +136,11 @@ class FlashNext:
                 )
                 (stack_TGD,) = mx.depends([stack_TGD + delta_TGD], staged_ple.arrays())
             stack_TGD, staged_layer = layer(
-                stack_TGD, before.layers[index], before.num_tokens, is_revocable=is_revocable
+                stack_TGD,
+                before.layers[index],
+                before.num_tokens,
+                is_revocable=is_revocable,
+                following=self._following(index),
             )
             staged.append(staged_layer)
             if index in taps:
@@ -146,6 +150,11 @@ class FlashNext:
         if logits == "none":
             return ForwardOutput(None, stack_TGD, tapped)
         return ForwardOutput(self.head(stack_TGD if logits == "all" else stack_TGD[-1:]), stack_TGD, tapped)
+
+    def _following(self, index: int) -> DecoderLayer | None:
+        """Return the next layer, if its experts are to be guessed while layer `index` runs."""
+        is_last = index + 1 == len(self._layers)
+        return None if is_last or not self.experts.wants_early(index + 1) else self._layers[index + 1]
 
     def with_experts(self, experts: ExpertProvider) -> FlashNext:
         """Return the same model, sharing every weight, over another provider of experts."""

@@ -7,6 +7,8 @@ E2. Outputs are weighted and summed in float32 in ascending expert id, whatever 
     order records arrived; one rounding; then the shared expert is added.
 E3. One read-back of ids per layer, and none where every expert is resident. The shared expert is queued
     before the host waits, in a submission of its own: in one submission the ids would wait for it.
+E4. What the next layer will probably choose rides on the same read-back, if somebody wants to know: no
+    second wait, and no part in any result.
 
 Source: qwen4exp.md 2.7, statements 17 to 20; the two submissions are measured in the project's feasibility
 notes.
@@ -33,6 +35,19 @@ class ExpertProvider(Protocol):
 
     def is_resident(self, layer: int) -> bool:
         """Return whether every expert of the layer is in memory, so that ids may stay on the device."""
+        ...
+
+    def wants_early(self, layer: int) -> bool:
+        """Return whether it wants to `expect` the layer's experts while the layer before it runs."""
+        ...
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        """Take note of what a layer yet to come will probably choose. Moves bytes at most.
+
+        Args:
+            layer: Layer index.
+            ids_TN: Expert ids of every position, the likeliest first.
+        """
         ...
 
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
@@ -81,17 +96,23 @@ class MixtureOfExperts:
         self._up = weights.linear(f"{name}.shared_expert.up_proj", shared, hidden)
         self._down = weights.linear(f"{name}.shared_expert.down_proj", hidden, shared)
 
-    def __call__(self, x_TD: mx.array) -> mx.array:
-        """Return y_TD of a block of positions."""
+    def __call__(self, x_TD: mx.array, early_TN: mx.array | None = None) -> mx.array:
+        """Return y_TD of a block of positions.
+
+        Args:
+            x_TD: What the layer's hyper-connection read.
+            early_TN: What the next layer will probably choose, for whoever provides the experts.
+        """
         ids_TK, weights_TK = self.route(x_TD)
         if self._experts.is_resident(self._layer):
             shared_TD = self._shared(x_TD)
             y_TKD = self._experts.run(self._layer, x_TD, ids_TK)
         else:
-            mx.async_eval(ids_TK)
+            read_TJ = ids_TK if early_TN is None else mx.concatenate([ids_TK, early_TN], axis=1)
+            mx.async_eval(read_TJ)
             shared_TD = self._shared(x_TD)
             mx.async_eval(shared_TD)
-            y_TKD = self._experts.run(self._layer, x_TD, to_host(self._sync, ids_TK))
+            y_TKD = self._experts.run(self._layer, x_TD, self._read_back(read_TJ, ids_TK.shape[1]))
         routed_TD = (weights_TK[..., None] * y_TKD).sum(axis=1)
         return routed_TD.astype(x_TD.dtype) + shared_TD
 
@@ -109,11 +130,26 @@ class MixtureOfExperts:
             weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
         return ids_TK, weights_TK
 
+    def early_route(self, x_TD: mx.array) -> mx.array:
+        """Return the ids ids_TK this layer would choose of an input it will not get, the likeliest first."""
+        probability_TE = mx.softmax(self._router(x_TD).astype(mx.float32), axis=-1)
+        ids_TK = select_top(probability_TE, self._config.num_experts_per_tok)
+        order_TK = mx.argsort(-mx.take_along_axis(probability_TE, ids_TK, axis=-1), axis=-1)
+        return mx.take_along_axis(ids_TK, order_TK, axis=-1)
+
     def with_experts(self, experts: ExpertProvider) -> MixtureOfExperts:
         """Return the same weights over another provider of experts."""
         other = copy.copy(self)
         other._experts = experts
         return other
+
+    def _read_back(self, read_TJ: mx.array, top_k: int) -> list[list[int]]:
+        """Return the ids of this layer on the host; what rides behind them is handed on (E4)."""
+        rows: list[list[int]] = to_host(self._sync, read_TJ)
+        if read_TJ.shape[1] == top_k:
+            return rows
+        self._experts.expect(self._layer + 1, [row[top_k:] for row in rows])
+        return [row[:top_k] for row in rows]
 
     def _shared(self, x_TD: mx.array) -> mx.array:
         gate_TM = self._gate(x_TD)

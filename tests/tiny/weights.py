@@ -134,6 +134,12 @@ class TinyExperts:
     def is_resident(self, layer: int) -> bool:
         return self._resident
 
+    def wants_early(self, layer: int) -> bool:
+        return False
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        raise AssertionError("nobody wanted to know")
+
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
         self.calls.append((layer, ids_TK))
         ids = ids_TK if isinstance(ids_TK, mx.array) else mx.array(ids_TK, mx.int32)
