@@ -14,7 +14,7 @@ Source: dflash2.md 4.2 (protocol), 3.3 (laws of a proposal).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -131,12 +131,7 @@ class Drafter(Protocol):
 
 
 class CellCache(Protocol):
-    """Cache of an MTP module for one sequence. See `TargetView.run_cells`."""
-
-    @property
-    def num_cells(self) -> int:
-        """Return how many cells are kept."""
-        ...
+    """Cache of an MTP module for one sequence; only `TargetView` looks inside."""
 
     def arrays(self) -> list[mx.array]:
         """Return every array held."""
@@ -153,14 +148,24 @@ class TargetView(Protocol):
         """Return the cache of an empty sequence."""
         ...
 
-    def run_cells(
-        self, stack_TGD: mx.array, next_tokens: Sequence[int] | mx.array, cache: CellCache
-    ) -> mx.array:
-        """Append cells for consecutive positions to the cache and return their stacks [T, G, D], lazy.
+    def extend(self, stack_TGD: mx.array, next_tokens: Sequence[int], cache: CellCache) -> None:
+        """Append cells of consecutive positions for later cells to look at; submitted, not waited for.
 
         Args:
-            stack_TGD: the target's stack of every position, or the stacks that cells before left.
-            next_tokens: the token after every position, on the host or (a lazy int32 [T]) on the device.
+            stack_TGD: the target's stack of every position.
+            next_tokens: the token after every position.
+            cache: cells of all positions before; unchanged if this raises.
+        """
+        ...
+
+    def run_cell(
+        self, stack_1GD: mx.array, next_token: Sequence[int] | mx.array, cache: CellCache
+    ) -> tuple[mx.array, mx.array]:
+        """Append one cell and return its logits [1, V] and its stack [1, G, D], lazy.
+
+        Args:
+            stack_1GD: the target's stack of the position, or the stack of the cell before.
+            next_token: the token after it, on the host, or a lazy int32 [1].
             cache: cells of all positions before; unchanged if this raises.
         """
         ...
@@ -170,11 +175,11 @@ class TargetView(Protocol):
         ...
 
     def rewind(self, cache: CellCache, mark: object) -> None:
-        """Drop the cells appended since `mark`; they leave no trace in what is kept."""
-        ...
+        """Drop the cells appended since `mark`; they leave no trace in what is kept.
 
-    def logits(self, stack_TGD: mx.array) -> mx.array:
-        """Return logits [T, V] of cells' stacks, lazy."""
+        Raises:
+            DrafterError: the mark is not of this cache, or later cells have replaced its own.
+        """
         ...
 
     def to_host(self, array: mx.array) -> Any:
@@ -182,5 +187,71 @@ class TargetView(Protocol):
         ...
 
 
-# Draws one id from log-probabilities [V] at a position: the key law of the engine's own sampler.
-Draw = Callable[[mx.array, int], mx.array]
+class Draw(Protocol):
+    """Draws a candidate: the key law of the engine's own sampler, for proposals."""
+
+    def __call__(self, scores_K: mx.array, seed: int, position: int, /) -> mx.array:
+        """Return a lazy index into `scores_K`, log-probabilities up to a constant."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """Which values of the target's layers a drafter wants of every row that stays.
+
+    Attributes:
+        taps: 0-based layers, in the order in which their outputs are to stand side by side. The output is the
+            stack after the layer, its pending writes applied.
+        contraction: how the streams of a stack [T, G, D] become [T, D]: `mean`, `next_attn_mix`, `final_mix`
+            or `stream0`.
+        last_rows: rows at the end of a prompt that are enough; None: all are wanted.
+    """
+
+    taps: tuple[int, ...]
+    contraction: str
+    last_rows: int | None
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads layers of the target. An engine finds it by its `feature_request`.
+
+    The rows of a pass are handed over as soon as verification has said which stay, and may be forgotten then:
+    `observe` fuses them at once and waits for nothing.
+    """
+
+    feature_request: FeatureRequest
+
+    def observe(
+        self,
+        tokens: Sequence[int],
+        next_token: int,
+        stack_TGD: mx.array | None,
+        *,
+        features_RF: mx.array | None = None,
+    ) -> None:
+        """Take note of rows; see `Drafter.observe`.
+
+        Args:
+            tokens: of the rows.
+            next_token: the committed token after them.
+            stack_TGD: not looked at.
+            features_RF: of the last R of these rows, F = taps * D wide. Fewer rows than tokens, or None, say
+                that the rows before have none: the context then begins at the first row that has.
+        """
+        ...
+
+
+class HeadView(Protocol):
+    """What a drafter without embedding and head of its own borrows of the target. It frees nothing."""
+
+    def embed(self, ids_T: mx.array) -> mx.array:
+        """Return the raw embedding rows [T, D] of int32 ids, lazy; padding rows included."""
+        ...
+
+    def head(self, hidden_TD: mx.array) -> mx.array:
+        """Return logits [T, V], lazy: the output head alone, without final norm or terminal mixer."""
+        ...
+
+    def to_host(self, array: mx.array) -> Any:
+        """Wait for `array` and return its values as nested lists; the wait is counted."""
+        ...
