@@ -1,0 +1,325 @@
+"""The DFlash and DFlash2 drafter: a whole block of proposals in one pass over the target's own features.
+
+Entry point: `Dflash2Drafter`. What it computes lies in pure functions of the parameters - `fuse`, `block`,
+`selector` - which a trainer differentiates; this file keeps the context of one sequence and speaks to the
+engine.
+
+Invariants:
+D1. The context ends at the anchor: `rows observed == context end == position of the anchor`.
+D2. A proposal waits for the device once; candidates and their probabilities stay there for the verifier.
+D3. Embedding and head are the target's, borrowed: nothing of them is copied or freed here.
+D4. A proposal holds real token ids only, never the mask id nor a padding row, and ends at the first stop id.
+
+Source: dflash2.md 1.4 to 1.11, 2.1 to 2.6.
+"""
+
+# Shapes: T rows, F features side by side, B slots, H hidden, k proposals, K candidates.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from drafter.api import DraftSampling, Draw, FeatureRequest, HeadView, Proposal
+from drafter.block import hidden_states
+from drafter.config import RING_SLACK, DraftConfig
+from drafter.context import ContextSnapshot, DraftContext
+from drafter.errors import DrafterError
+from drafter.fuse import fuse
+from drafter.layers import Params
+from drafter.selector import Path, best_tokens, candidates, project, unary_logits, walk
+
+# Below it the engine's sampler is greedy, and a row's law a point.
+GREEDY_BELOW = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Dflash2Options:
+    """How a drafter uses its network.
+
+    Attributes:
+        full_block: compute all trained slots and propose the first k. False: k + 1 slots, which the draft was
+            not trained on, for a little less work.
+        temperature: of sampled proposals; None: the target's. Whatever it is, it is part of their law.
+        num_ids: ids from here on are no tokens and are never proposed; None leaves padding rows in, for
+            comparison with the reference.
+        stop_ids: a proposal ends with the first of them.
+        slack: rows kept beyond the window.
+        capacity_tokens: tokens that a sequence may have, if they were planned.
+    """
+
+    full_block: bool = True
+    temperature: float | None = None
+    num_ids: int | None = None
+    stop_ids: Collection[int] = ()
+    slack: int = RING_SLACK
+    capacity_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCounts:
+    """What a session's proposals came to.
+
+    Attributes:
+        num_cycles: proposals that were verified.
+        num_proposed: tokens of them.
+        num_accepted: tokens of them that stayed.
+        num_slots: slots walked.
+        num_overrides: slots where the selector took another token than the best logit.
+        num_broken: proposals withheld because a value was not finite.
+    """
+
+    num_cycles: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_slots: int = 0
+    num_overrides: int = 0
+    num_broken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dflash2Snapshot:
+    """Context, anchor (None before the first row), and the digest of the draft that made it."""
+
+    context: ContextSnapshot
+    anchor: int | None
+    digest: str
+
+
+class Dflash2Drafter:
+    """Proposes blocks for one sequence at a time. See `drafter.api.FeatureDrafter`.
+
+    Args:
+        params: of the draft, from `load_parameters`.
+        config: of the draft.
+        target: embedding and head to borrow.
+        draw: draws sampled proposals.
+        dtype: of computation and of what is kept.
+        contraction: of the target's streams, as the gate found it.
+        options: how to use it.
+        digest: of the draft's files; snapshots carry it.
+
+    Attributes:
+        feature_request: what `observe` wants of the target.
+        counts: of the session, over all sequences.
+    """
+
+    needs_stack = False
+
+    def __init__(
+        self,
+        params: Params,
+        config: DraftConfig,
+        target: HeadView,
+        draw: Draw,
+        *,
+        dtype: mx.Dtype,
+        contraction: str,
+        options: Dflash2Options | None = None,
+        digest: str = "",
+    ) -> None:
+        self.kind: str = config.family
+        self.counts = LiveCounts()
+        self._params, self._config, self._target, self._draw = params, config, target, draw
+        self._dtype, self._digest = dtype, digest
+        self._options = options or Dflash2Options()
+        self._context = DraftContext(
+            params,
+            config,
+            dtype,
+            slack=self._options.slack,
+            capacity_tokens=self._options.capacity_tokens,
+        )
+        last_rows = config.window - 1 if config.all_slide and config.window is not None else None
+        self.feature_request = FeatureRequest(config.taps, contraction, last_rows)
+        self._anchor: int | None = None
+        self._num_pending = 0
+
+    def max_proposals(self) -> int:
+        """Return the most tokens that one proposal may have."""
+        return self._config.max_proposals
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._context.reset()
+        self._anchor, self._num_pending = None, 0
+
+    def observe(
+        self,
+        tokens: Sequence[int],
+        next_token: int,
+        stack_TGD: mx.array | None = None,
+        *,
+        features_RF: mx.array | None = None,
+    ) -> None:
+        """Fuse the features of rows and store them; see `FeatureDrafter.observe`.
+
+        Raises:
+            DrafterError: features of another width, or more rows than tokens.
+        """
+        del stack_TGD
+        start, num_rows = self._context.end, 0 if features_RF is None else features_RF.shape[0]
+        width = self._config.feature_width
+        if features_RF is not None and (features_RF.shape[1:] != (width,) or num_rows > len(tokens)):
+            raise DrafterError(
+                f"Features are {tuple(features_RF.shape)} for {len(tokens)} rows; it reads {width} wide",
+                hint="capture the taps and the contraction that the draft asked for",
+            )
+        first = start + len(tokens) - num_rows
+        if first != start:
+            self._context.reset(first)
+        if features_RF is not None and num_rows:
+            fused_TH = fuse(self._params, self._config, features_RF.astype(self._dtype))
+            self._context.append(fused_TH, first)
+            # So that features need not live until the next proposal.
+            mx.async_eval(*self._context.arrays())
+        self._count_accepted(len(tokens) - 1)
+        self._anchor = next_token
+
+    def propose(self, k: int, sampling: DraftSampling) -> Proposal:
+        """Return up to `k` tokens; see `Drafter.propose`.
+
+        At temperature 0 the best path, of point masses; above it a path drawn from the selector's rows. A
+        draft without selector always takes the best logits: independent draws accept far less.
+
+        Raises:
+            DrafterError: `sampling.position` is not the one after the anchor: a row was lost or came twice.
+        """
+        k = min(k, self.max_proposals())
+        if k <= 0 or self._anchor is None:
+            return Proposal(())
+        position = self._context.end
+        if sampling.position != position + 1:
+            raise DrafterError(
+                f"The first proposal is wanted at {sampling.position}, but the anchor is at {position}",
+                hint="hand over every kept row once",
+            )
+        path, best_k, is_broken = self._path(k, position, sampling)
+        columns = [path.tokens, best_k, path.confidence, mx.broadcast_to(is_broken, best_k.shape)]
+        rows = self._target.to_host(mx.stack([column.astype(mx.float32) for column in columns], axis=-1))
+        if any(row[3] for row in rows):
+            self.counts = replace(self.counts, num_broken=self.counts.num_broken + 1)
+            return Proposal(())
+        tokens = [int(row[0]) for row in rows]
+        stops = [slot + 1 for slot, token in enumerate(tokens) if token in self._options.stop_ids]
+        kept = min(stops, default=k)
+        self.counts = replace(
+            self.counts,
+            num_slots=self.counts.num_slots + k,
+            num_overrides=self.counts.num_overrides + sum(row[0] != row[1] for row in rows),
+        )
+        self._num_pending = kept
+        confidence = tuple(float(row[2]) for row in rows[:kept])
+        if self._temperature(sampling) == 0:
+            return Proposal(tuple(tokens[:kept]), confidence=confidence)
+        return Proposal(
+            tuple(tokens[:kept]),
+            law="rows",
+            row_ids=path.ids[:kept],
+            row_probs=path.probs[:kept],
+            confidence=confidence,
+        )
+
+    def snapshot(self) -> Dflash2Snapshot:
+        """Return fused rows of the window, and where they end."""
+        context = self._context.snapshot()
+        mx.async_eval(context.fused)
+        return Dflash2Snapshot(context, self._anchor, self._digest)
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a snapshot of this draft. That it is of the same text is the engine's to know.
+
+        Raises:
+            DrafterError: it is of another draft, or none.
+        """
+        if (
+            not isinstance(snapshot, Dflash2Snapshot)
+            or snapshot.digest != self._digest
+            or snapshot.context.fused.shape[1] != self._config.hidden_size
+        ):
+            raise DrafterError("This is no snapshot of this draft", hint="observe the text from the start")
+        self._context.restore(snapshot.context)
+        mx.async_eval(*self._context.arrays())
+        self._anchor, self._num_pending = snapshot.anchor, 0
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the sequence's context; weights are not counted."""
+        return self._context.num_bytes()
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the draft's own parameters; embedding and head are the target's."""
+        return sum(parameter.nbytes for parameter in self._params.values())
+
+    def describe(self) -> dict[str, object]:
+        """Return what it is and what it counted."""
+        counts = self.counts
+        return {
+            "kind": self.kind,
+            "digest": self._digest,
+            "block_size": self._config.block_size,
+            "taps": list(self._config.taps),
+            "contraction": self.feature_request.contraction,
+            "context_rows": self._context.num_rows,
+            "context_end": self._context.end,
+            "cycles": counts.num_cycles,
+            "proposed": counts.num_proposed,
+            "accepted": counts.num_accepted,
+            "slots": counts.num_slots,
+            "selector_overrides": counts.num_overrides,
+            "broken": counts.num_broken,
+        }
+
+    def _path(self, k: int, position: int, sampling: DraftSampling) -> tuple[Path, mx.array, mx.array]:
+        """Return the walk, every slot's best logit's id, and whether a value is not finite; all lazy."""
+        assert self._anchor is not None
+        config, params = self._config, self._params
+        slots = config.block_size if self._options.full_block else k + 1
+        ids = mx.array([self._anchor] + [config.mask_token_id] * (slots - 1), mx.int32)
+        embeddings = self._target.embed(ids).astype(self._dtype)
+        hidden = hidden_states(
+            params, config, embeddings[None], (position,), self._context.layers(), self._context.freqs
+        )
+        hidden_kH = hidden[0, 1 : k + 1]
+        logits = unary_logits(config, self._target.head, hidden_kH, self._options.num_ids)
+        best_k = mx.argmax(logits, axis=-1)
+        if not config.has_selector:
+            path = best_tokens(logits)
+            return path, best_k, _is_broken(logits, path.scores)
+        path = walk(
+            params,
+            self._anchor,
+            project(params, hidden_kH),
+            candidates(logits, config.top_k),
+            temperature=self._temperature(sampling),
+            position=position + 1,
+            draw=lambda scores, at: self._draw(scores, sampling.seed, at),
+        )
+        return path, best_k, _is_broken(logits, path.scores)
+
+    def _temperature(self, sampling: DraftSampling) -> float:
+        if sampling.temperature < GREEDY_BELOW or not self._config.has_selector:
+            return 0.0
+        wanted = self._options.temperature
+        wanted = sampling.temperature if wanted is None else wanted
+        return 0.0 if wanted < GREEDY_BELOW else wanted
+
+    def _count_accepted(self, num_accepted: int) -> None:
+        """Count the cycle that these rows end, if a proposal began it."""
+        if not self._num_pending:
+            return
+        counts = self.counts
+        self.counts = replace(
+            counts,
+            num_cycles=counts.num_cycles + 1,
+            num_proposed=counts.num_proposed + self._num_pending,
+            num_accepted=counts.num_accepted + min(num_accepted, self._num_pending),
+        )
+        self._num_pending = 0
+
+
+def _is_broken(*values: mx.array) -> mx.array:
+    """Return whether any value is not a number, or a whole row has none; a lazy scalar."""
+    found = [mx.isnan(value).any() | mx.isinf(mx.max(value, axis=-1)).any() for value in values]
+    return mx.stack(found).any()

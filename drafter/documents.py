@@ -1,0 +1,63 @@
+"""Reads JSON from strangers: one object, bounded, nothing overlooked.
+
+Entry point: `parse_object`. Refused: more than 1 MiB, anything but UTF-8, nesting that exhausts the parser, a
+key listed twice, NaN and infinities (which JSON does not have but many parsers take), absurdly long numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NoReturn
+
+MAX_BYTES = 1 << 20
+
+
+class DocumentRefused(Exception):
+    """The bytes are not one plain JSON object; the message is one line."""
+
+
+def parse_object(data: bytes, name: str) -> dict[str, object]:
+    """Return the one object of a JSON document.
+
+    Args:
+        data: the whole file.
+        name: of the file, for the message.
+
+    Raises:
+        DocumentRefused: see the module.
+    """
+    if len(data) > MAX_BYTES:
+        raise DocumentRefused(f"{name} is larger than {MAX_BYTES} bytes: {len(data)}")
+    try:
+        document = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_distinct,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+    except (ValueError, RecursionError, DocumentRefused) as error:
+        raise DocumentRefused(f"{name} is not a plain JSON document: {error}") from None
+    if not isinstance(document, dict):
+        raise DocumentRefused(f"{name} does not hold an object: {type(document).__name__}")
+    return document
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise DocumentRefused(f"a key is listed twice: {twice!r}")
+    return result
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise DocumentRefused(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise DocumentRefused(f"a number is beyond every float: {text[:40]}")
+    return value
