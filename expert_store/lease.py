@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
 
+from expert_store.books import LayerCounters
 from expert_store.completion import Completion
 from expert_store.errors import StoreError, WouldBlock
+from expert_store.keys import WaitCause
 from expert_store.layout import RecordLayout
 from expert_store.slots import SlotTable
-from expert_store.stats import LayerCounters
-from expert_store.ticket import Need
+from expert_store.ticket import Need, Ticket
 
 _NEEDS: Final = (Need.WANTED, Need.URGENT)  # by whether somebody waits
 
@@ -89,12 +90,13 @@ class Lease:
 class LeaseRequest:
     """A lease whose records may still be on their way. Wait for it or cancel it: it holds pins either way."""
 
-    __slots__ = ("_completion", "_lease", "_shelf")
+    __slots__ = ("_completion", "_last", "_lease", "_shelf")
 
     def __init__(self, shelf: Shelf, lease: Lease, pending: int) -> None:
         """Wait for `pending` tickets; made by `ExpertStore.request`."""
         self._shelf = shelf
         self._lease = lease
+        self._last: Ticket | None = None
         self._completion = Completion(pending) if pending else None
 
     @property
@@ -145,9 +147,10 @@ class LeaseRequest:
         """Drop the pins. Reads under way finish: exact tickets are never cancelled (T3). Idempotent."""
         self._lease.release()
 
-    def ticket_ended(self, error: StoreError | None) -> Need:
+    def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:
         """Take note of the end of one ticket; see `Waiter`."""
         completion, lease = self._completion, self._lease
+        self._last = ticket
         assert completion is not None
         if error is not None:
             lease.drop()
@@ -156,16 +159,27 @@ class LeaseRequest:
         return need
 
     def _stand_still(self, completion: Completion, timeout_s: float | None) -> None:
-        """Block, and count how long (exposed wait)."""
+        """Block, and count how long and why (exposed wait)."""
         shelf = self._shelf
         began_ns = shelf.clock()
         try:
             is_done = completion.wait(timeout_s, shelf.check)
         finally:
             with shelf.lock:
-                shelf.counters.exposed_wait_ns += shelf.clock() - began_ns
+                self._count_wait(began_ns, shelf.clock())
         if not is_done:
             raise self._would_block(f"after {timeout_s:g} s")
+
+    def _count_wait(self, began_ns: int, ended_ns: int) -> None:
+        """Put a wait down to the record that came last: without it, it would have been shorter."""
+        waited_ns = max(0, ended_ns - began_ns)
+        completion, last = self._completion, self._last
+        if completion is None or completion.pending or last is None:
+            self._shelf.counters.stood_still(WaitCause.UNFINISHED, 0, waited_ns)
+            return
+        started_ns = last.started_ns or ended_ns  # never started: drained when the store closed or broke
+        queue_ns = min(max(0, started_ns - began_ns), waited_ns)
+        self._shelf.counters.stood_still(last.cause, queue_ns, waited_ns - queue_ns)
 
     def _would_block(self, when: str) -> WouldBlock:
         pending = 0 if self._completion is None else self._completion.pending

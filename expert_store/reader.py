@@ -84,6 +84,11 @@ class Desk(Protocol):
 class Reader(Protocol):
     """Carries out the jobs of one desk."""
 
+    @property
+    def num_readers(self) -> int:
+        """Jobs that may be in hand at once."""
+        ...
+
     def start(self, desk: Desk) -> None:
         """Begin to serve a desk. Once."""
         ...
@@ -119,6 +124,11 @@ class ThreadReader(Reader):
         self._close_timeout_s = close_timeout_s
         self._threads: list[threading.Thread] = []
         self._is_closing = False
+
+    @property
+    def num_readers(self) -> int:
+        """Threads."""
+        return self._num_readers
 
     def start(self, desk: Desk) -> None:
         """Start the threads; see `Reader`."""

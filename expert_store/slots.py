@@ -3,15 +3,17 @@
 Pure data: no I/O, no threads, no lock of its own; the store's lock protects it. Only this file changes
 residency and pins.
 
-    EMPTY --take (miss)--> LOADING --loaded--> FULL --take (another miss evicts it)--> LOADING
-                           LOADING --failed--> EMPTY
+    EMPTY --take (miss), guess--> LOADING --loaded--> FULL --take, guess (another evicts it)--> LOADING
+                                  LOADING --failed--> EMPTY
 
 Invariants:
     S1  slot_of and expert_of are inverse over the slots that are not EMPTY;
     S2  a pinned slot (pins > 0) keeps its expert: only FULL slots with no pin are evicted (T3, T5);
     S3  pins count the requests and leases that name the slot and have not ended; they never go below zero;
     S4  num_idle counts FULL slots without pins; free lists the EMPTY ones;
-    S5  with a slot for every expert, slot == expert, always: no id ever needs translating.
+    S5  with a slot for every expert, slot == expert, always: no id ever needs translating;
+    S6  (T3) guesses that nobody has joined hold LOADING slots only as long as `min_exact` others are left:
+        whatever is guessed, that many slots can be freed as soon as exact demand drops its pins.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Final
 
 from expert_store.errors import SlotsExhausted
 from expert_store.policy.base import EvictionPolicy
+from expert_store.ranking import Guess, Ranking
 
 _NONE: Final[tuple[int, ...]] = ()
 _ABSENT: Final = -1
@@ -52,36 +55,56 @@ class SlotTable:
         num_experts: Experts that compete for the slots.
         num_slots: Slots.
         is_identity: Whether slot == expert (S5).
+        max_guesses: Slots that guesses may hold while LOADING (S6), and expected guesses may take from
+            demanded records.
         num_evictions: Records that left for another one.
         num_resident: FULL slots.
+        ranking: Who leaves first.
     """
 
     __slots__ = (
         "_expert_of",
         "_free",
+        "_guessed",
+        "_has_been",
         "_num_idle",
         "_num_loading",
         "_pins",
-        "_policy",
         "_slot_of",
         "_states",
         "is_identity",
         "layer",
+        "max_guesses",
         "num_evictions",
         "num_experts",
         "num_resident",
         "num_slots",
+        "ranking",
     )
 
-    def __init__(self, layer: int, num_experts: int, num_slots: int, policy: EvictionPolicy) -> None:
-        """Start with every slot EMPTY."""
+    def __init__(
+        self, layer: int, num_experts: int, num_slots: int, policy: EvictionPolicy, *, min_exact: int = 0
+    ) -> None:
+        """Start with every slot EMPTY.
+
+        Args:
+            layer: Layer index.
+            num_experts: Experts that compete for the slots.
+            num_slots: Slots.
+            policy: Ranks what was demanded.
+            min_exact: Slots that guesses may not take (S6). With a slot for every expert nobody competes,
+                and this does not matter.
+        """
         self.layer = layer
         self.num_experts = num_experts
         self.num_slots = num_slots
         self.is_identity = num_slots >= num_experts
         self.num_evictions = 0
         self.num_resident = 0
-        self._policy = policy
+        self.max_guesses = num_slots if self.is_identity else max(0, num_slots - min_exact)
+        self.ranking = Ranking(policy, num_experts, self.max_guesses)
+        self._guessed: set[int] = set()  # slots that are LOADING for a guess that nobody has joined
+        self._has_been = bytearray(num_experts)
         self._slot_of = [_ABSENT] * num_experts
         self._expert_of = [_ABSENT] * num_slots
         self._states = [_EMPTY] * num_slots
@@ -90,11 +113,14 @@ class SlotTable:
         self._num_idle = 0
         self._num_loading = 0
 
-    def take(self, experts: Sequence[int]) -> tuple[list[int], Sequence[int], Sequence[int]]:
+    def take(
+        self, experts: Sequence[int], *, is_committed: bool = True
+    ) -> tuple[list[int], Sequence[int], Sequence[int]]:
         """Pin a slot for every expert; give slots to those that have none. All or nothing.
 
         Args:
             experts: Distinct, in range.
+            is_committed: Whether the demand counts for the ranking now; if not, see `Ranking.confirm`.
 
         Returns:
             slots: One per expert, in the order given.
@@ -117,15 +143,42 @@ class SlotTable:
         joining: Sequence[int] = _NONE
         if self._num_loading:
             joining = [i for i, slot in enumerate(slots) if slot >= 0 and states[slot] is _LOADING]
+            if self._guessed:
+                self._guessed.difference_update([slots[position] for position in joining])
         if not num_missing:
-            self._policy.touch(experts)
+            self.ranking.hit(experts, is_committed=is_committed)
             return slots, _NONE, joining
         missing = [i for i, slot in enumerate(slots) if slot < 0]
-        # Touched before anything is evicted, so that the demand itself is part of the history.
-        self._policy.touch([expert for expert, slot in zip(experts, slots, strict=True) if slot >= 0])
+        # Noted before anything is evicted, so that the demand itself is part of the history.
+        hits = [expert for expert, slot in zip(experts, slots, strict=True) if slot >= 0]
+        self.ranking.hit(hits, is_committed=is_committed)
         for position in missing:
-            slots[position] = self._claim(experts[position])
+            slot = self._find_room(experts[position], for_guess=False)
+            assert slot is not None, f"layer {self.layer}: room was counted but none can leave"
+            slots[position] = slot
+            pins[slot] = 1
+            self.ranking.miss(experts[position], is_committed=is_committed)
         return slots, missing, joining
+
+    def has_room_for_guesses(self, num_waiting: int) -> bool:
+        """Return whether one more guess than those waiting could get a slot, as things stand."""
+        return bool(self.max_guesses) and num_waiting < len(self._free) + (
+            0 if self.is_identity else self.ranking.room_for_guesses
+        )
+
+    def guess(self, expert: int, guess: Guess) -> int | None:
+        """Give a slot, LOADING and unpinned, to a predicted expert that has none; None if none may be taken.
+
+        Taken are EMPTY slots, slots of cold records, and, as long as few guesses are expected, the slot that
+        the policy would free next; never one that is pinned, LOADING, or holds another expected guess.
+        """
+        if len(self._guessed) >= self.max_guesses:
+            return None
+        slot = self._find_room(expert, for_guess=True)
+        if slot is not None:
+            self._guessed.add(slot)
+            self.ranking.expect(expert, guess)
+        return slot
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop one pin of each slot (S3). The record stays until its slot is needed."""
@@ -143,6 +196,9 @@ class SlotTable:
         self._states[slot] = _FULL
         self._num_loading -= 1
         self.num_resident += 1
+        self._has_been[self._expert_of[slot]] = 1
+        if self._guessed:
+            self._guessed.discard(slot)
         if not self._pins[slot]:
             self._num_idle += 1
 
@@ -152,8 +208,9 @@ class SlotTable:
         assert self._states[slot] is _LOADING, f"slot {slot} of layer {self.layer} is not loading"
         self._states[slot] = _EMPTY
         self._num_loading -= 1
+        self._guessed.discard(slot)
         expert = self._expert_of[slot]
-        self._policy.remove(expert)
+        self.ranking.remove(expert)
         self._slot_of[expert] = self._expert_of[slot] = _ABSENT
         self._free.append(slot)
 
@@ -162,8 +219,19 @@ class SlotTable:
         slot = self._slot_of[expert]
         return _EMPTY if slot < 0 else self._states[slot]
 
+    def has_been(self, expert: int) -> bool:
+        """Return whether the record of an expert has ever been in a slot, whole."""
+        return bool(self._has_been[expert])
+
+    def confirm(self, experts: Sequence[int], num_rows: Sequence[int]) -> None:
+        """Make an uncommitted demand count: experts by their last use, committed rows of each."""
+        counts, slot_of = self.ranking.counts, self._slot_of
+        for expert, rows in zip(experts, num_rows, strict=True):
+            counts[expert] += rows
+        self.ranking.confirm([expert for expert in experts if slot_of[expert] >= 0])
+
     def check(self) -> None:
-        """Assert S1 to S5; for tests and for a debugger, not for the hot path."""
+        """Assert S1 to S6; for tests and for a debugger, not for the hot path."""
         full = idle = 0
         for slot, state in enumerate(self._states):
             expert = self._expert_of[slot]
@@ -177,6 +245,11 @@ class SlotTable:
         assert (self.num_resident, self._num_idle) == (full, idle), "S4"
         assert all(self._states[slot] is _EMPTY for slot in self._free), "S4"
         assert len(self._free) + self._num_loading + full == self.num_slots, "S4"
+        assert len(self._guessed) <= self.max_guesses, "S6"
+        for slot in self._guessed:
+            assert self._states[slot] is _LOADING, "S6"
+            assert not self._pins[slot], "S6"
+        self.ranking.check({expert for expert in self._expert_of if expert != _ABSENT})
 
     def _check_room(self, num_missing: int, slots: list[int]) -> None:
         """Refuse before anything changes, if too few slots can be freed once the hits are pinned."""
@@ -193,16 +266,17 @@ class SlotTable:
                 num_loading=self._num_loading,
             )
 
-    def _claim(self, expert: int) -> int:
-        """Give a slot to an expert that has none: EMPTY or evicted, now LOADING with one pin."""
+    def _find_room(self, expert: int, *, for_guess: bool) -> int | None:
+        """Give a slot to an expert that has none: EMPTY or evicted, now LOADING without a pin."""
         if self.is_identity:
             slot = expert
             self._free.remove(slot)
         elif self._free:
             slot = self._free.pop()
         else:
-            victim = self._policy.evict(self._can_leave)
-            assert victim is not None, f"layer {self.layer}: room was counted but none can leave"
+            victim = self.ranking.evict(self._can_leave, for_guess=for_guess)
+            if victim is None:
+                return None
             assert self._can_leave(victim), f"layer {self.layer}: policy evicted {victim}, which is in use"
             slot = self._slot_of[victim]
             self._slot_of[victim] = _ABSENT
@@ -213,8 +287,6 @@ class SlotTable:
         self._expert_of[slot] = expert
         self._states[slot] = _LOADING
         self._num_loading += 1
-        self._pins[slot] = 1
-        self._policy.admit(expert)
         return slot
 
     def _can_leave(self, expert: int) -> bool:

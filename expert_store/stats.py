@@ -1,50 +1,70 @@
 """What happened in the store, in the words of METRICS.md. Entry: `StoreStatistics`, from `statistics()`.
 
-`Ledger` and `LayerCounters` hold plain integers, changed under the store's lock; the frozen classes are
-snapshots of them, never live. (T6) every ticket's end is counted once, in records and bytes.
+Frozen snapshots, never live; `books.py` keeps the counts. Two sums hold at any moment, in records and bytes:
+
+    demands    num_demands = num_hits + num_joined + num_misses
+    fates      tickets of a class = ends by fate, and of all classes together
+               num_tickets = ends + num_queued + num_reading + num_unused          (T6)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
-_NUM_BINS: Final = 64
-"""Bins of powers of two nanoseconds: more than any clock can count."""
+from expert_store.keys import ReadClass, WaitCause
 
-
-_NUM_TIMES_MAX: Final = 256
-"""Reads whose times are kept as they are before they are sorted into bins."""
-
-
-class TimedRead(Protocol):
-    """What the ledger asks of a ticket."""
-
-    num_bytes: int
-    issued_ns: int
-    started_ns: int
+_SUB_BITS: Final = 3
+NUM_BINS: Final = 64 << _SUB_BITS
+"""Bins of an eighth of an octave each: more octaves than any clock can count, quantiles within 12.5 %."""
 
 
 class Fate(IntEnum):
-    """How a ticket ended."""
+    """What became of a ticket. An exact one is used by definition; of a predicted one this is the verdict."""
 
     IN_TIME = 0
-    """Ready before compute stood still for it."""
+    """Exact: ready before compute stood still for it. Predicted: ready before it was demanded."""
     LATE = 1
-    """Ready after compute had begun to wait."""
+    """Ready after compute had begun to wait for it."""
     JOINED = 2
-    """Issued by a prediction, then demanded exactly while in flight."""
+    """Predicted, demanded while in flight, and ready before compute stood still for it."""
     CANCELLED = 3
-    """Taken out of the queue unread."""
+    """Predicted, and taken out of the queue unread: its generation ended, or prefetching was stopped."""
     STALE = 4
-    """Finished when nobody wanted it any more; its record stays as an ordinary entry."""
+    """Nobody wanted it any more: its request was cancelled, or its generation ended before it was used."""
     EVICTED_UNUSED = 5
-    """Issued by a prediction; its record left without having been used."""
+    """Predicted; its record left within its generation without having been used."""
     FAILED = 6
-    """Could not be read."""
+    """Could not be read. A demand that had joined a predicted read has it read again, as an exact ticket."""
+    DROPPED = 7
+    """Predicted, and taken out of the queue unread: more urgent guesses needed its place, or no slot was to
+    be had when its read should have begun."""
+
+
+class HintOutcome(IntEnum):
+    """What became of a hint that was handed over. Only `ACCEPTED` made a ticket."""
+
+    ACCEPTED = 0
+    RESIDENT = 1
+    """Its record was in a slot."""
+    IN_FLIGHT = 2
+    """Its record was queued or on the wire."""
+    INVALID = 3
+    """It named a layer, expert, class, confidence or deadline that does not exist."""
+    STALE = 4
+    """Its generation had ended."""
+    OVER_BUDGET = 5
+    """Its owner had used up the bytes of the generation."""
+    QUEUE_FULL = 6
+    """The queue was full of more urgent ones."""
+    NO_ROOM = 7
+    """Its layer leaves no slot to guesses, or guesses for it already fill what it leaves."""
+    TOO_MANY = 8
+    """It lay beyond the hints that one hand-over may bring."""
+    STOPPED = 9
+    """Prefetching was stopped, or the store is closed or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +77,7 @@ class FateCount:
 
 @dataclass(frozen=True, slots=True)
 class LatencyStatistics:
-    """Durations. `bins[i]` counts those of 2**(i-1) ns up to, not including, 2**i ns."""
+    """Durations. `bins[i]` counts those for which `bin_of` says i."""
 
     num: int
     total_ns: int
@@ -70,8 +90,73 @@ class LatencyStatistics:
         for index, num in enumerate(self.bins):
             seen += num
             if num and seen >= wanted:
-                return min(1 << index, self.max_ns)
+                return min(_bin_end(index), self.max_ns)
         return self.max_ns
+
+
+@dataclass(frozen=True, slots=True)
+class SlackStatistics:
+    """How long before its demand a predicted record was ready (early), or how long after (late)."""
+
+    early: LatencyStatistics
+    late: LatencyStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSplit:
+    """Exposed wait: before the read of the record that ended it had begun, and after."""
+
+    queue_ns: int
+    read_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """Both."""
+        return self.queue_ns + self.read_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStatistics:
+    """Tickets by the class under which they were issued, whatever a join made of them.
+
+    Attributes:
+        num: Tickets issued.
+        num_bytes: Their logical bytes.
+        fates: Ends of them.
+        issue_to_ready: From the queueing of a ticket to its record being usable.
+    """
+
+    num: int
+    num_bytes: int
+    fates: Mapping[Fate, FateCount]
+    issue_to_ready: LatencyStatistics
+
+    @property
+    def num_ended(self) -> int:
+        """Tickets that have a fate."""
+        return sum(count.num for count in self.fates.values())
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """The queue as each read that began left it behind.
+
+    Attributes:
+        num_reads: Reads that began.
+        num_predicted_reads: Of them, those that nobody had demanded by then.
+        depth_total: Tickets left waiting, summed over reads.
+        depth_max: The most at once.
+    """
+
+    num_reads: int
+    num_predicted_reads: int
+    depth_total: int
+    depth_max: int
+
+    @property
+    def depth_mean(self) -> float | None:
+        """Tickets left waiting on average; None before the first read."""
+        return self.depth_total / self.num_reads if self.num_reads else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +168,30 @@ class LayerStatistics:
     num_resident: int
     num_demands: int
     num_hits: int
+    num_prefetched: int
     num_joined: int
     num_misses: int
     num_evictions: int
-    exposed_wait_ns: int
+    waits: Mapping[WaitCause, WaitSplit]
+
+    @property
+    def exposed_wait_ns(self) -> int:
+        """Wall time in which a caller stood still for records of this layer."""
+        return sum(split.total_ns for split in self.waits.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CycleStatistics:
-    """Between two calls of `advance`."""
+    """Between two calls of `advance`; words as in `StoreStatistics`."""
 
     num_demands: int = 0
     num_hits: int = 0
     num_joined: int = 0
     num_misses: int = 0
+    num_prefetched: int = 0
     exact_bytes: int = 0
     physical_bytes: int = 0
+    predicted_physical_bytes: int = 0
     exposed_wait_ns: int = 0
     exact_io_ns: int = 0
 
@@ -110,18 +203,27 @@ class StoreStatistics:
     Attributes:
         num_demands: Native selections asked for.
         num_hits: Of them, those whose record was resident.
-        num_joined: Of them, those whose record was in flight: no second read.
-        num_misses: Of them, the rest.
-        num_exact: Exact reads issued.
-        exact_bytes: Logical bytes of them.
-        logical_bytes: Bytes of all records asked for, whatever the class.
+        num_prefetched: Of the hits, those that a predicted ticket of the generation had brought and nobody
+            had used before. `num_hits - num_prefetched` were resident for their own sake.
+        num_joined: Of the demands, those whose record was in flight, queued included: no second read.
+        num_misses: Of the demands, the rest.
         physical_bytes: Bytes the source really delivered, failed reads included.
+        predicted_physical_bytes: Of them, by reads that nobody had demanded when they began.
         num_evictions: Records that left for another.
-        exposed_wait_ns: Wall time in which a caller stood still for records.
-        exact_io_ns: Exact I/O wall time: union of the intervals in which a record was being read.
-        issue_to_ready: From the queueing of a ticket to its record being usable.
-        read_time: From the start of its read to its record being usable.
-        fates: Ends of tickets.
+        waits: Exposed wait by cause. A wait counts under the cause of the record that ended it.
+        exact_io_ns: Exact I/O wall time: union of the intervals in which a record was being read that a
+            native route used. A guess counts once it is used; what then lies before the end of a cycle
+            that is closed counts from there on.
+        read_time: From the start of a read to its record being usable.
+        slack: Of predicted records that were demanded.
+        classes: Tickets by the class under which they were issued.
+        hints: Hints handed over, by what became of them.
+        num_unused: Predicted records in slots that may still be used in time.
+        unused_bytes: Their bytes.
+        num_stale_used: Tickets of fate STALE whose record was demanded later all the same: luck, no credit.
+        stale_used_bytes: Their bytes.
+        stale_evicted_bytes: Bytes of tickets of fate STALE whose record left without having been used.
+        queue: What reads left waiting.
         num_queued: Tickets that wait for a reader now.
         num_reading: Reads on the wire now.
         num_cycles: Calls of `advance` that began a new generation.
@@ -131,23 +233,80 @@ class StoreStatistics:
 
     num_demands: int
     num_hits: int
+    num_prefetched: int
     num_joined: int
     num_misses: int
-    num_exact: int
-    exact_bytes: int
-    logical_bytes: int
     physical_bytes: int
+    predicted_physical_bytes: int
     num_evictions: int
-    exposed_wait_ns: int
+    waits: Mapping[WaitCause, WaitSplit]
     exact_io_ns: int
-    issue_to_ready: LatencyStatistics
     read_time: LatencyStatistics
-    fates: Mapping[Fate, FateCount]
+    slack: SlackStatistics
+    classes: Mapping[ReadClass, ClassStatistics]
+    hints: Mapping[HintOutcome, int]
+    num_unused: int
+    unused_bytes: int
+    num_stale_used: int
+    stale_used_bytes: int
+    stale_evicted_bytes: int
+    queue: QueueStatistics
     num_queued: int
     num_reading: int
     num_cycles: int
     last_cycle: CycleStatistics
     layers: tuple[LayerStatistics, ...]
+
+    @property
+    def num_exact(self) -> int:
+        """Exact tickets issued."""
+        return self.classes[ReadClass.EXACT].num
+
+    @property
+    def exact_bytes(self) -> int:
+        """Logical bytes of them."""
+        return self.classes[ReadClass.EXACT].num_bytes
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Logical bytes of the predicted tickets issued."""
+        return self.logical_bytes - self.exact_bytes
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of all records that tickets were issued for, whatever the class."""
+        return sum(books.num_bytes for books in self.classes.values())
+
+    @property
+    def rejected_bytes(self) -> int:
+        """Predicted bytes that were cancelled, dropped, or evicted without having been used."""
+        ends = (Fate.CANCELLED, Fate.DROPPED, Fate.EVICTED_UNUSED)
+        return self.stale_evicted_bytes + sum(self.fates[fate].num_bytes for fate in ends)
+
+    @property
+    def fates(self) -> Mapping[Fate, FateCount]:
+        """Ends of the tickets of all classes together."""
+        classes = [books.fates for books in self.classes.values()]
+        return {
+            fate: FateCount(sum(c[fate].num for c in classes), sum(c[fate].num_bytes for c in classes))
+            for fate in Fate
+        }
+
+    @property
+    def issue_to_ready(self) -> LatencyStatistics:
+        """From the queueing of a ticket to its record being usable, whatever the class."""
+        parts = [books.issue_to_ready for books in self.classes.values()]
+        return LatencyStatistics(
+            sum(part.num for part in parts),
+            sum(part.total_ns for part in parts),
+            max(part.max_ns for part in parts),
+            tuple(sum(nums) for nums in zip(*(part.bins for part in parts), strict=True)),
+        )
+
+    @property
+    def exposed_wait_ns(self) -> int:
+        """Wall time in which a caller stood still for records."""
+        return sum(split.total_ns for split in self.waits.values())
 
     @property
     def hit_rate(self) -> float | None:
@@ -158,6 +317,23 @@ class StoreStatistics:
     def hidden_fraction(self) -> float | None:
         """1 - exposed wait / exact I/O wall time; None before the first read."""
         return 1.0 - self.exposed_wait_ns / self.exact_io_ns if self.exact_io_ns else None
+
+    @property
+    def useful_prefetch_ratio(self) -> float | None:
+        """Bytes of predicted records used, of those read; None before the first was read (FIELD P15).
+
+        Used in their generation, or by luck later; what is on the wire does not count yet.
+        """
+        predicted = [
+            books.fates for books in (self.classes[ReadClass.NEAR], self.classes[ReadClass.SPECULATIVE])
+        ]
+
+        def num_bytes(*fates: Fate) -> int:
+            return sum(books[fate].num_bytes for books in predicted for fate in fates)
+
+        used = num_bytes(Fate.IN_TIME, Fate.JOINED, Fate.LATE)
+        read = used + num_bytes(Fate.STALE, Fate.EVICTED_UNUSED) + self.unused_bytes
+        return (used + self.stale_used_bytes) / read if read else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,154 +359,13 @@ class RowStatistics:
     exposed_wait_ns: int
 
 
-class LayerCounters:
-    """Counts of one layer, changed on every demand."""
-
-    __slots__ = ("exposed_wait_ns", "num_demands", "num_joined", "num_misses")
-
-    def __init__(self) -> None:
-        self.num_demands = 0
-        self.num_joined = 0
-        self.num_misses = 0
-        self.exposed_wait_ns = 0
+def bin_of(duration_ns: int) -> int:
+    """Return the bin of a duration: its highest bit and the three below it."""
+    shift = max(0, duration_ns.bit_length() - 1 - _SUB_BITS)
+    return (shift << _SUB_BITS) + (duration_ns >> shift)
 
 
-class _Latency:
-    __slots__ = ("bins", "max_ns", "num", "total_ns")
-
-    def __init__(self) -> None:
-        self.num = self.total_ns = self.max_ns = 0
-        self.bins = [0] * _NUM_BINS
-
-    def add(self, duration_ns: int) -> None:
-        self.num += 1
-        self.total_ns += duration_ns
-        if duration_ns > self.max_ns:
-            self.max_ns = duration_ns
-        self.bins[duration_ns.bit_length()] += 1
-
-    def snapshot(self) -> LatencyStatistics:
-        return LatencyStatistics(self.num, self.total_ns, self.max_ns, tuple(self.bins))
-
-
-class Ledger:
-    """Counts of the whole store, changed on every read."""
-
-    __slots__ = (
-        "_busy_since_ns",
-        "_closed",
-        "_fate_bytes",
-        "_fate_nums",
-        "_issue_to_ready",
-        "_read_time",
-        "_times",
-        "exact_bytes",
-        "exact_io_ns",
-        "last_cycle",
-        "num_cycles",
-        "num_exact",
-        "num_reading",
-        "physical_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.num_exact = self.exact_bytes = self.physical_bytes = 0
-        self.num_reading = self.exact_io_ns = self._busy_since_ns = 0
-        self._issue_to_ready = _Latency()
-        self._read_time = _Latency()
-        self._times: list[tuple[int, int]] = []
-        self._fate_nums = [0] * len(Fate)
-        self._fate_bytes = [0] * len(Fate)
-        self.num_cycles = 0
-        self.last_cycle = CycleStatistics()
-        self._closed = CycleStatistics()
-
-    def read_started(self, now_ns: int) -> None:
-        """Note that a read goes on the wire."""
-        if not self.num_reading:
-            self._busy_since_ns = now_ns
-        self.num_reading += 1
-
-    def read_ended(self, now_ns: int, physical_bytes: int) -> None:
-        """Note that a read is off the wire, whole or not."""
-        self.physical_bytes += physical_bytes
-        self.num_reading -= 1
-        if not self.num_reading:
-            self.exact_io_ns += now_ns - self._busy_since_ns
-
-    def ready(self, read: TimedRead, now_ns: int, fate: Fate) -> None:
-        """Count the end of a ticket that was read well (T6), and note how long it took."""
-        self._fate_nums[fate] += 1
-        self._fate_bytes[fate] += read.num_bytes
-        self._times.append((now_ns - read.issued_ns, now_ns - read.started_ns))
-        if len(self._times) >= _NUM_TIMES_MAX:
-            self._fold_times()
-
-    def _fold_times(self) -> None:
-        """Sort noted times into bins: together, off the path of most reads."""
-        for since_issue_ns, since_start_ns in self._times:
-            self._issue_to_ready.add(since_issue_ns)
-            self._read_time.add(since_start_ns)
-        self._times.clear()
-
-    def ended(self, fate: Fate, num_bytes: int) -> None:
-        """Count the end of a ticket that was not read well (T6)."""
-        self._fate_nums[fate] += 1
-        self._fate_bytes[fate] += num_bytes
-
-    def close_cycle(self, layers: Iterable[LayerCounters]) -> None:
-        """Set `last_cycle` to what happened since the last call."""
-        counters = tuple(layers)
-        misses = sum(layer.num_misses for layer in counters)
-        joined = sum(layer.num_joined for layer in counters)
-        demands = sum(layer.num_demands for layer in counters)
-        waited = sum(layer.exposed_wait_ns for layer in counters)
-        old = self._closed
-        self._closed = CycleStatistics(
-            num_demands=demands,
-            num_hits=demands - joined - misses,
-            num_joined=joined,
-            num_misses=misses,
-            exact_bytes=self.exact_bytes,
-            physical_bytes=self.physical_bytes,
-            exposed_wait_ns=waited,
-            exact_io_ns=self.exact_io_ns,
-        )
-        new = self._closed
-        self.last_cycle = CycleStatistics(
-            num_demands=new.num_demands - old.num_demands,
-            num_hits=new.num_hits - old.num_hits,
-            num_joined=new.num_joined - old.num_joined,
-            num_misses=new.num_misses - old.num_misses,
-            exact_bytes=new.exact_bytes - old.exact_bytes,
-            physical_bytes=new.physical_bytes - old.physical_bytes,
-            exposed_wait_ns=new.exposed_wait_ns - old.exposed_wait_ns,
-            exact_io_ns=new.exact_io_ns - old.exact_io_ns,
-        )
-        self.num_cycles += 1
-
-    def snapshot(self, layers: tuple[LayerStatistics, ...], *, num_queued: int) -> StoreStatistics:
-        """Return everything, frozen."""
-        self._fold_times()
-        fates = {fate: FateCount(self._fate_nums[fate], self._fate_bytes[fate]) for fate in Fate}
-        return StoreStatistics(
-            num_demands=sum(layer.num_demands for layer in layers),
-            num_hits=sum(layer.num_hits for layer in layers),
-            num_joined=sum(layer.num_joined for layer in layers),
-            num_misses=sum(layer.num_misses for layer in layers),
-            num_exact=self.num_exact,
-            exact_bytes=self.exact_bytes,
-            logical_bytes=self.exact_bytes,
-            physical_bytes=self.physical_bytes,
-            num_evictions=sum(layer.num_evictions for layer in layers),
-            exposed_wait_ns=sum(layer.exposed_wait_ns for layer in layers),
-            exact_io_ns=self.exact_io_ns,
-            issue_to_ready=self._issue_to_ready.snapshot(),
-            read_time=self._read_time.snapshot(),
-            fates=MappingProxyType(fates),
-            num_queued=num_queued,
-            num_reading=self.num_reading,
-            num_cycles=self.num_cycles,
-            last_cycle=self.last_cycle,
-            layers=layers,
-        )
+def _bin_end(index: int) -> int:
+    """Return the smallest duration beyond a bin."""
+    shift = max(0, (index >> _SUB_BITS) - 1)
+    return (index - (shift << _SUB_BITS) + 1) << shift

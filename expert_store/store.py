@@ -1,10 +1,12 @@
 """The expert store: ask for experts of a layer, get slots that hold them. Entry: `ExpertStore`.
 
     caller                         dispatch.py                    reader threads
+    prefetch -> queue a predicted ticket per useful hint ---> next_job --> take a slot, read into it
     request --> pin hits, issue one exact ticket per miss --> next_job --> read into the slot
     wait    <-- last ticket ended <-------------------------- hand_in
     (compute)
     release --> unpin
+    advance --> older guesses are stale, the block's demands count for the ranking
 
 A request takes the one lock once and wakes the readers once for all its misses; its waiter is woken once. The
 caller's thread makes no call that touches storage (FIELD P06). Nothing is ever substituted for a record that
@@ -19,19 +21,23 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Self
 
+from expert_store.books import LayerCounters
 from expert_store.completion import Completion
 from expert_store.dispatch import Dispatcher
 from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
+from expert_store.keys import Prefetch, WaitCause
 from expert_store.layout import RecordLayout
 from expert_store.lease import Lease, LeaseRequest, Shelf
 from expert_store.policy.base import EvictionPolicy
 from expert_store.policy.lru import LeastRecentlyUsed
 from expert_store.policy.slru import SegmentedLru
+from expert_store.prefetch import PrefetchLimits
 from expert_store.reader import Reader, SlotMemory, ThreadReader
 from expert_store.slots import SlotState, SlotTable
 from expert_store.source import ByteSource
-from expert_store.stats import LayerCounters, LayerStatistics, StoreStatistics
-from expert_store.ticket import Need
+from expert_store.stats import HintOutcome, LayerStatistics, StoreStatistics
+from expert_store.ticket import NO_SLOT, Need, Ticket
+from expert_store.unverified import UnverifiedDemands
 
 POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = MappingProxyType(
     {"lru": LeastRecentlyUsed, "slru": SegmentedLru}
@@ -55,6 +61,7 @@ class ExpertStore:
         policy: str = "lru",
         num_readers: int = 4,
         reader: Reader | None = None,
+        limits: PrefetchLimits | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Start with every slot empty and the readers running.
@@ -67,6 +74,7 @@ class ExpertStore:
             policy: A name in `POLICIES`.
             num_readers: Reader threads, if no `reader` is given.
             reader: Who reads; for tests.
+            limits: How much may be guessed.
             clock: Nanoseconds, for statistics alone.
 
         Raises:
@@ -79,8 +87,9 @@ class ExpertStore:
                 policy=policy,
             )
         self._lock = threading.Lock()
-        self._generations: dict[int, int] = {}
+        self._unverified = UnverifiedDemands()
         self._is_closed = False
+        limits = limits or PrefetchLimits()
         self._reader = ThreadReader(num_readers) if reader is None else reader
         shelves: dict[int, Shelf] = {}
         for layer, layout in sorted(layouts.items()):
@@ -91,15 +100,24 @@ class ExpertStore:
                     hint="give every layer at least one slot",
                     layer=layer,
                 )
-            table = SlotTable(layer, layout.num_experts, num_slots, POLICIES[policy](num_slots))
+            table = SlotTable(
+                layer,
+                layout.num_experts,
+                num_slots,
+                POLICIES[policy](num_slots),
+                min_exact=limits.exact_slots(num_slots),
+            )
             shelves[layer] = Shelf(layout, table, LayerCounters(), self._lock, clock, self._check_reader)
         self._shelves = shelves
-        self._dispatcher = Dispatcher(shelves, source, memory, self._reader, self._lock, clock)
+        self._dispatcher = Dispatcher(shelves, source, memory, self._reader, self._lock, clock, limits)
+        self._prefetcher = self._dispatcher.prefetcher
         self._reader.start(self._dispatcher)
 
     # What callers use.
 
-    def request(self, layer: int, experts: Sequence[int], *, owner: int = 0) -> LeaseRequest:
+    def request(
+        self, layer: int, experts: Sequence[int], *, owner: int = 0, row_masks: Sequence[int] | None = None
+    ) -> LeaseRequest:
         """Pin the experts that are resident and queue one exact read for each that is not. Does not block.
 
         All reads are queued before this returns, and readers are told once. Any thread.
@@ -108,6 +126,9 @@ class ExpertStore:
             layer: Layer index.
             experts: Distinct experts of it; fewer than the slots that can be freed.
             owner: Id of the request on whose behalf it is.
+            row_masks: For a block whose rows may still be rejected: bit r of an expert's mask says that row
+                r chose it. The demand then counts for recency when `advance` says how many rows stay
+                (unverified.py). None: it counts at once.
 
         Raises:
             SlotsExhausted: More are missing than slots can be freed now. Nothing was changed.
@@ -123,7 +144,9 @@ class ExpertStore:
             )
         with self._lock:
             self._dispatcher.check_open()
-            slots, missing, joining = shelf.table.take(wanted)
+            slots, missing, joining = shelf.table.take(wanted, is_committed=row_masks is None)
+            if row_masks is not None:
+                self._unverified.add(owner, shelf.table, wanted, tuple(row_masks))
             counters = shelf.counters
             counters.num_demands += len(wanted)
             lease = Lease(shelf, wanted, tuple(slots))
@@ -132,13 +155,21 @@ class ExpertStore:
                 counters.num_joined += len(joining)
                 self._dispatcher.join(layer, [wanted[position] for position in joining], request)
             if missing:
-                counters.num_misses += len(missing)
                 pairs = [(wanted[position], slots[position]) for position in missing]
-                self._dispatcher.issue(shelf, pairs, request, owner, self._generations.get(owner, 0))
+                generation = self._prefetcher.generation(owner)
+                num_joined = self._dispatcher.issue(shelf, pairs, request, owner, generation)
+                counters.num_joined += num_joined
+                counters.num_misses += len(missing) - num_joined
         return request
 
     def acquire(
-        self, layer: int, experts: Sequence[int], *, owner: int = 0, timeout_s: float | None = None
+        self,
+        layer: int,
+        experts: Sequence[int],
+        *,
+        owner: int = 0,
+        row_masks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> Lease:
         """Return a lease on the experts; blocks until they are in memory.
 
@@ -146,19 +177,21 @@ class ExpertStore:
             layer: Layer index.
             experts: As `request`.
             owner: As `request`.
+            row_masks: As `request`.
             timeout_s: Give up after this many seconds; None never.
 
         Raises:
             StoreError: As `request` and `LeaseRequest.wait`. Nothing stays pinned.
         """
-        try:
-            request = self.request(layer, experts, owner=owner)
-        except SlotsExhausted as error:
-            if not error.context["num_loading"]:
-                raise
-            # Reads of a cancelled request hold slots until they end; they are on the wire, so soon.
-            self.wait_idle(timeout_s)
-            request = self.request(layer, experts, owner=owner)
+        while True:
+            try:
+                request = self.request(layer, experts, owner=owner, row_masks=row_masks)
+                break
+            except SlotsExhausted as error:
+                if not error.context["num_loading"]:
+                    raise
+                # Reads of cancelled requests, and guesses, hold slots until they end; nothing queues before.
+                self._wait_for_slots(layer, timeout_s)
         try:
             return request.wait(timeout_s)
         except BaseException:  # KeyboardInterrupt included: an abandoned request must not keep pins
@@ -222,17 +255,59 @@ class ExpertStore:
             if progress is not None:
                 progress(batch.stop)
 
-    def advance(self, owner: int, generation: int) -> None:
+    def prefetch(self, requests: Sequence[Prefetch], *, owner: int, generation: int) -> int:
+        """Hand over hints: records that will probably be demanded. Neither blocks nor reads nor raises.
+
+        One acquisition of the lock and work bounded by `PrefetchLimits.max_hints`, whatever the hints say;
+        those that make no sense, are late or too many are counted and forgotten (`StoreStatistics.hints`).
+        A hint for a record that is resident or in flight costs nothing. Any thread.
+
+        Args:
+            requests: Hints, in any order.
+            owner: Id of the request on whose behalf they are.
+            generation: The owner's generation they belong to. An older one than `advance` has reached is
+                refused; a later one is let in and outlives every `advance` before its own end.
+
+        Returns:
+            Tickets issued.
+        """
+        hints, num_invalid = self._prefetcher.sorted_hints(requests)
+        with self._lock:
+            counts = self._dispatcher.ledger.hints
+            counts[HintOutcome.INVALID] += num_invalid
+            counts[HintOutcome.TOO_MANY] += len(requests) - len(hints) - num_invalid
+            num_issued = self._prefetcher.hand_over(hints, owner, generation)
+            if num_issued:
+                self._reader.wake(num_issued)
+        return num_issued
+
+    def stop_prefetching(self) -> None:
+        """Refuse hints for good and make every guess stale; exact demand goes on. Idempotent, any thread."""
+        with self._lock:
+            self._prefetcher.stop()
+
+    def set_prefetch_budget(self, budget_bytes: int | None) -> None:
+        """Change the bytes that one owner may have read ahead in one generation; None does not limit."""
+        with self._lock:
+            self._prefetcher.set_budget(budget_bytes)
+
+    def advance(self, owner: int, generation: int, *, num_rows: int | None = None) -> None:
         """Begin a new generation of an owner, and close the cycle's statistics (`last_cycle`).
 
-        Queued predicted tickets of older generations are cancelled (T4); exact ones never are (T3). The same
-        generation again does nothing.
+        Guesses of older generations are stale from now on: queued ones are cancelled, the others leave
+        first and earn no credit (T4). Exact tickets stay (T3). Demands made with `row_masks` count for
+        recency as far as their rows stay. The same generation again does nothing.
+
+        Args:
+            owner: Id of the request.
+            generation: Its new generation.
+            num_rows: Rows of the open block that stay, the first ones; None keeps all.
 
         Raises:
             StoreError: The generation goes backwards.
         """
         with self._lock:
-            current = self._generations.get(owner, 0)
+            current = self._prefetcher.generation(owner)
             if generation < current:
                 raise StoreError(
                     f"Generation of owner {owner} goes backwards: {current} to {generation}",
@@ -241,24 +316,38 @@ class ExpertStore:
                 )
             if generation == current:
                 return
-            self._generations[owner] = generation
-            self._dispatcher.cancel_older(owner, generation)
+            self._unverified.settle(owner, num_rows)
+            self._prefetcher.advance(owner, generation)
             self._dispatcher.ledger.close_cycle(shelf.counters for shelf in self._shelves.values())
 
+    def demand_counts(self) -> dict[int, tuple[int, ...]]:
+        """Return how often each expert was demanded by committed rows, by layer; see popularity.py."""
+        with self._lock:
+            return {layer: tuple(shelf.table.ranking.counts) for layer, shelf in self._shelves.items()}
+
     def wait_idle(self, timeout_s: float | None = None) -> None:
-        """Block until every read that is under way now has ended, well or not.
+        """Block until every ticket that is queued or being read now has ended, well or not.
 
         Raises:
             WouldBlock: The time ran out.
             WorkerDied: They will never end.
         """
         with self._lock:
+            watcher = _Watcher(self._dispatcher.queue.in_flight())
+        watcher.wait(timeout_s, self._check_reader)
+
+    def _wait_for_slots(self, layer: int, timeout_s: float | None) -> None:
+        """Block until every ticket that holds a slot of the layer now has ended; queued guesses hold none."""
+        with self._lock:
             tickets = self._dispatcher.queue.in_flight()
-            watcher = _Watcher(len(tickets))
-            for ticket in tickets:
-                ticket.waiters.append(watcher)
-        if not watcher.completion.wait(timeout_s, self._check_reader):
-            raise WouldBlock(f"{watcher.completion.pending} reads are under way after {timeout_s:g} s")
+            watcher = _Watcher([t for t in tickets if t.key.layer == layer and t.slot != NO_SLOT])
+        shelf = self._shelves[layer]
+        began_ns = shelf.clock()
+        try:
+            watcher.wait(timeout_s, self._check_reader)
+        finally:
+            with self._lock:
+                shelf.counters.stood_still(WaitCause.NO_SLOT, max(0, shelf.clock() - began_ns), 0)
 
     def statistics(self) -> StoreStatistics:
         """Return a snapshot of every count."""
@@ -307,13 +396,21 @@ class ExpertStore:
 class _Watcher:
     """Waits for tickets without wanting their records."""
 
-    __slots__ = ("completion",)
+    __slots__ = ("_completion",)
 
-    def __init__(self, pending: int) -> None:
-        self.completion = Completion(pending)
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        """Watch tickets that have not ended; the caller holds the store's lock."""
+        self._completion = Completion(len(tickets))
+        for ticket in tickets:
+            ticket.waiters.append(self)
 
-    def ticket_ended(self, error: StoreError | None) -> Need:
-        self.completion.count_down(error)
+    def wait(self, timeout_s: float | None, check: Callable[[], None]) -> None:
+        if not self._completion.wait(timeout_s, check):
+            raise WouldBlock(f"{self._completion.pending} reads are under way after {timeout_s:g} s")
+
+    def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:
+        del ticket
+        self._completion.count_down(error)
         return Need.NONE
 
 
@@ -325,10 +422,11 @@ def _layer_statistics(shelf: Shelf) -> LayerStatistics:
         num_resident=table.num_resident,
         num_demands=counters.num_demands,
         num_hits=counters.num_demands - counters.num_joined - counters.num_misses,
+        num_prefetched=counters.num_prefetched,
         num_joined=counters.num_joined,
         num_misses=counters.num_misses,
         num_evictions=table.num_evictions,
-        exposed_wait_ns=counters.exposed_wait_ns,
+        waits=counters.snapshot_waits(),
     )
 
 

@@ -244,13 +244,23 @@ class HeldSource(_Wrapper):
 class StepReader(Reader):
     """Reads on the thread that steps it, in any order it likes."""
 
-    def __init__(self) -> None:
-        """Do nothing until stepped."""
+    def __init__(self, *, num_readers: int = 1_000) -> None:
+        """Do nothing until stepped.
+
+        Args:
+            num_readers: What the store is told; it bounds the guesses on the wire, not the jobs held here.
+        """
+        self._num_readers = num_readers
         self.held: list[Job] = []
         self.num_wakes = 0
         self.is_closed = False
         self._desk: Desk | None = None
         self._thread = threading.get_ident()
+
+    @property
+    def num_readers(self) -> int:
+        """As told."""
+        return self._num_readers
 
     def start(self, desk: Desk) -> None:
         """Remember the desk."""

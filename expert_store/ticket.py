@@ -11,9 +11,12 @@ Only this file assigns a state. What tickets promise (kept here unless another p
         (read_queue.py);
     T3  exact tickets are never cancelled;
     T4  `advance` cancels the queued tickets of older generations; a read on the wire finishes and publishes
-        nothing into the new generation (read_queue.py, store.py);
+        nothing into the new generation (read_queue.py, prefetch.py);
     T5  its slot is written only while LOADING, which no lease and no other ticket shares (slots.py);
-    T6  its end is counted once, in records and bytes (stats.py).
+    T6  its fate is counted once, in records and bytes (stats.py).
+
+A predicted ticket holds no slot while it is QUEUED: it gets one when its read begins (dispatch.py), so that
+guesses that wait take nothing from anybody.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from expert_store.errors import StoreError
-from expert_store.keys import ExpertKey, ReadClass
+from expert_store.keys import ExpertKey, ReadClass, WaitCause
+from expert_store.stats import Fate
+
+NO_SLOT: Final = -1
+"""The slot of a ticket that has none yet."""
 
 
 class TicketState(IntEnum):
@@ -63,7 +70,7 @@ class Need(IntEnum):
 class Waiter(Protocol):
     """Somebody who was promised the record of a ticket."""
 
-    def ticket_ended(self, error: StoreError | None) -> Need:
+    def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:
         """Take note of the end of one ticket; say how much it was needed. Under the store's lock."""
         ...
 
@@ -75,28 +82,42 @@ class Ticket:
         key: Layer and expert.
         owner: Id of the request that issued it.
         generation: The owner's generation at that moment.
+        issued_class: Why it was issued; its books are kept under this class.
         read_class: Why it is read; a join may raise it.
-        slot: Where the record goes.
+        slot: Where the record goes; `NO_SLOT` while it is predicted and QUEUED.
         num_bytes: Logical bytes of the record.
         issued_ns: When it was queued.
-        deadline_ns: When compute is expected to need it; orders tickets of one class. 0 is "now".
+        deadline: When compute is expected to need it; orders tickets of one class (`Prefetch.deadline`).
+        confidence: Orders tickets of one deadline.
         started_ns: When its read began, 0 before.
+        ready_ns: When its record was usable, 0 before.
+        needed_ns: When it was first demanded while in flight, 0 if it was not.
+        was_resident: Whether its record has been in a slot before.
+        is_predicted_read: Whether it was still predicted when its read began.
         state: Where it stands.
         waiters: Who was promised it; each is told once.
+        fate: What became of it, once that is counted (stats.py).
     """
 
     __slots__ = (
-        "deadline_ns",
+        "confidence",
+        "deadline",
+        "fate",
         "generation",
+        "is_predicted_read",
+        "issued_class",
         "issued_ns",
         "key",
+        "needed_ns",
         "num_bytes",
         "owner",
         "read_class",
+        "ready_ns",
         "slot",
         "started_ns",
         "state",
         "waiters",
+        "was_resident",
     )
 
     def __init__(
@@ -109,7 +130,9 @@ class Ticket:
         generation: int = 0,
         read_class: ReadClass = ReadClass.EXACT,
         issued_ns: int = 0,
-        deadline_ns: int = 0,
+        deadline: int = 0,
+        confidence: float = 1.0,
+        was_resident: bool = False,
     ) -> None:
         """Start QUEUED, with nobody waiting."""
         self.key = key
@@ -117,12 +140,23 @@ class Ticket:
         self.num_bytes = num_bytes
         self.owner = owner
         self.generation = generation
-        self.read_class = read_class
+        self.issued_class = self.read_class = read_class
         self.issued_ns = issued_ns
-        self.deadline_ns = deadline_ns
-        self.started_ns = 0
+        self.deadline = deadline
+        self.confidence = confidence
+        self.was_resident = was_resident
+        self.is_predicted_read = False
+        self.started_ns = self.ready_ns = self.needed_ns = 0
         self.state = TicketState.QUEUED
         self.waiters: list[Waiter] = []
+        self.fate: Fate | None = None
+
+    @property
+    def cause(self) -> WaitCause:
+        """Why its record is not there for whoever waits for it."""
+        if self.issued_class is not ReadClass.EXACT:
+            return WaitCause.LATE_HINT
+        return WaitCause.EVICTED if self.was_resident else WaitCause.COLD
 
     @property
     def is_ended(self) -> bool:
@@ -133,10 +167,12 @@ class Ticket:
         """QUEUED -> READING."""
         self._move(TicketState.READING)
         self.started_ns = now_ns
+        self.is_predicted_read = self.read_class is not ReadClass.EXACT
 
-    def finish(self) -> Need:
+    def finish(self, now_ns: int) -> Need:
         """READING -> READY, and tell the waiters; return the most urgent need among them."""
         self._move(TicketState.READY)
+        self.ready_ns = now_ns
         return self._tell(None)
 
     def fail(self, error: StoreError) -> None:
@@ -145,10 +181,10 @@ class Ticket:
         self._tell(error)
 
     def cancel(self) -> None:
-        """QUEUED -> CANCELLED. Only a ticket that nobody was promised can be cancelled (T3)."""
+        """QUEUED -> CANCELLED. Whoever demands a record makes its ticket exact, and those stay (T3)."""
         assert self.read_class is not ReadClass.EXACT, f"exact ticket cancelled: {self.key}"
-        assert not self.waiters, f"promised ticket cancelled: {self.key}"
         self._move(TicketState.CANCELLED)
+        self._tell(None)
 
     def upgrade(self, read_class: ReadClass) -> bool:
         """Raise the class to `read_class` if that is more urgent (T2); return whether it changed."""
@@ -165,7 +201,7 @@ class Ticket:
         waiters, self.waiters = self.waiters, []
         need = Need.NONE
         for waiter in waiters:
-            its_need = waiter.ticket_ended(error)
+            its_need = waiter.ticket_ended(self, error)
             if its_need > need:
                 need = its_need
         return need

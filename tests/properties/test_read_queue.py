@@ -53,7 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
             owner=owner,
             generation=generation,
             read_class=read_class,
-            deadline_ns=deadline,
+            deadline=deadline,
         )
         if key in self.in_flight():
             with pytest.raises(AssertionError, match="second read"):
@@ -67,7 +67,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def arrive(self, read_class, ticket):
         self.arrivals += 1
-        self.queued.append([read_class, ticket.deadline_ns, self.arrivals, ticket])
+        self.queued.append([read_class, ticket.deadline, self.arrivals, ticket])
 
     @rule(key=KEYS, read_class=CLASSES)
     def join(self, key, read_class):

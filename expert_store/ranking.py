@@ -1,0 +1,207 @@
+"""Who leaves a layer's slots first: the policy ranks what was demanded, this file the rest. Entry: `Ranking`.
+
+A policy sees demands of committed tokens and nothing else (policy/base.py). A record may hold a slot without
+one: it was predicted, or only rows that are not verified yet have demanded it. Such a record is *unproven*:
+
+    live    it may be demanded, or its demand confirmed, before its generation ends: leaves last
+    cold    it was guessed wrongly, or its rows were rejected: leaves first
+
+Invariants:
+    K1  an expert with a slot is known to the policy, or live, or cold: exactly one of them;
+    K2  the policy changes only by demands that are committed: guesses and rejected rows leave no trace in
+        its order (recency is frozen while unverified rows run), nor in the demand counts;
+    K3  victims: cold ones, then the policy's choice, then live ones, the oldest first. A guess never evicts
+        a live record, and takes from the policy only while fewer than `max_expected` guesses are expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from expert_store.policy.base import EvictionPolicy
+
+LIVE_DEMANDS_MAX: Final = 64
+"""Demands of its layer that a live record may sit out before it turns cold, should nobody ever end its
+generation: a warm start's, or those of a request that was abandoned."""
+
+
+class Guess(Protocol):
+    """A predicted record that no native route has used yet; told once what becomes of it."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next demand of its layer was meant to use it."""
+        ...
+
+    def used(self) -> None:
+        """Take note that a native route has demanded it."""
+        ...
+
+    def evicted(self) -> None:
+        """Take note that it left its slot unused."""
+        ...
+
+
+class Ranking:
+    """The experts of one layer that hold a slot, by when they should leave it.
+
+    Attributes:
+        num_expected: Live records that were predicted and not used yet.
+        counts: Committed demands by expert, since the store was opened.
+    """
+
+    __slots__ = (
+        "_born",
+        "_cold",
+        "_live",
+        "_max_expected",
+        "_num_demands",
+        "_policy",
+        "counts",
+        "num_expected",
+    )
+
+    def __init__(self, policy: EvictionPolicy, num_experts: int, max_expected: int) -> None:
+        """Start empty."""
+        self._policy = policy
+        self._max_expected = max_expected
+        self._live: dict[int, Guess | None] = {}
+        self._cold: dict[int, Guess | None] = {}
+        self._born: dict[int, int] = {}  # of live ones: demands of the layer before it
+        self._num_demands = 0
+        self.num_expected = 0
+        self.counts = [0] * num_experts
+
+    # Demands.
+
+    def hit(self, experts: Sequence[int], *, is_committed: bool) -> None:
+        """Note a demand of experts that have a slot; the guesses among them are used.
+
+        The other guesses that were due at this demand were wrong and turn cold.
+        """
+        if self._live or self._cold:
+            experts = self._hit_unproven(experts, is_committed)
+        if is_committed:
+            self._policy.touch(experts)
+            counts = self.counts
+            for expert in experts:
+                counts[expert] += 1
+
+    def miss(self, expert: int, *, is_committed: bool) -> None:
+        """Take in an expert that was demanded and given a slot."""
+        if is_committed:
+            self._policy.admit(expert)
+            self.counts[expert] += 1
+        else:
+            self._make_live(expert, None)
+
+    def confirm(self, experts: Sequence[int]) -> None:
+        """Commit a demand that was not committed when it was made (not its counts), last use last."""
+        if not (self._live or self._cold):
+            self._policy.touch(experts)
+            return
+        for expert in experts:
+            if expert in self._live or expert in self._cold:
+                self._settle(expert)
+                self._policy.admit(expert)
+            else:
+                self._policy.touch((expert,))
+
+    def reject(self, experts: Sequence[int]) -> None:
+        """Let experts go first that only rejected rows have demanded."""
+        for expert in experts:
+            if expert in self._live and self._live[expert] is None:
+                self.doubt(expert)
+
+    def doubt(self, expert: int) -> None:
+        """Let an unproven expert go first."""
+        if expert in self._live:
+            self._cold[expert] = self._settle(expert)
+
+    # Guesses.
+
+    @property
+    def room_for_guesses(self) -> int:
+        """Records that guesses may send away now, at most."""
+        return max(0, self._max_expected - self.num_expected) + len(self._cold)
+
+    def expect(self, expert: int, guess: Guess) -> None:
+        """Take in an expert that was predicted and given a slot."""
+        self._make_live(expert, guess)
+
+    # Leaving.
+
+    def evict(self, can_leave: Callable[[int], bool], *, for_guess: bool = False) -> int | None:
+        """Choose who leaves, forget and return it; None if none can (K3)."""
+        victim = _first(self._cold, can_leave)
+        if victim is None and not (for_guess and self.num_expected >= self._max_expected):
+            victim = self._policy.evict(can_leave)
+            if victim is not None:
+                return victim
+        if victim is None and not for_guess:
+            victim = _first(self._live, can_leave)
+        if victim is not None:
+            guess = self._settle(victim)
+            if guess is not None:
+                guess.evicted()
+        return victim
+
+    def remove(self, expert: int) -> None:
+        """Forget an expert whose read failed."""
+        if expert in self._live or expert in self._cold:
+            self._settle(expert)
+        else:
+            self._policy.remove(expert)
+
+    def _hit_unproven(self, experts: Sequence[int], is_committed: bool) -> Sequence[int]:
+        """Note what a demand proves; return the experts that the policy knew before."""
+        live, cold = self._live, self._cold
+        self._num_demands += 1
+        known: list[int] = []
+        for expert in experts:
+            if expert not in live and expert not in cold:
+                known.append(expert)
+                continue
+            guess = self._settle(expert)
+            if guess is not None:
+                guess.used()
+            if is_committed:
+                self._policy.admit(expert)
+                self.counts[expert] += 1
+            else:
+                self._make_live(expert, None)
+        if self.num_expected:
+            for expert in [e for e, guess in live.items() if guess is not None and guess.is_due]:
+                self.doubt(expert)
+        while live and self._num_demands - self._born[oldest := next(iter(live))] > LIVE_DEMANDS_MAX:
+            self.doubt(oldest)
+        return known
+
+    def _make_live(self, expert: int, guess: Guess | None) -> None:
+        self._live[expert] = guess
+        self._born[expert] = self._num_demands
+        self.num_expected += guess is not None
+
+    def _settle(self, expert: int) -> Guess | None:
+        """Forget an unproven expert."""
+        if expert in self._cold:
+            return self._cold.pop(expert)
+        guess = self._live.pop(expert)
+        del self._born[expert]
+        self.num_expected -= guess is not None
+        return guess
+
+    def check(self, holders: set[int]) -> None:
+        """Assert K1 as far as it can be seen; for tests."""
+        assert not self._live.keys() & self._cold.keys(), "K1"
+        assert self._live.keys() | self._cold.keys() <= holders, "K1"
+        assert self._born.keys() == self._live.keys()
+        assert self.num_expected == sum(guess is not None for guess in self._live.values()), "K3"
+
+
+def _first(experts: dict[int, Guess | None], can_leave: Callable[[int], bool]) -> int | None:
+    for expert in experts:
+        if can_leave(expert):
+            return expert
+    return None
