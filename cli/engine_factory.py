@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from expert_store.source import ByteSource
     from mlx_flashnext.checkpoint import Checkpoint, Inspection
+    from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.plan import Plan, PlanRequest
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
+WrapSource = Callable[["ByteSource"], "ByteSource"]
 
 
 class SessionLike(Protocol):
@@ -96,6 +99,14 @@ def _open_engine(directory: Path, request: PlanRequest, progress: Progress) -> E
     return Engine.open(directory, request, progress=progress)
 
 
+def _open_measured(
+    directory: Path, request: PlanRequest, progress: Progress, wrap_source: WrapSource
+) -> Engine:
+    from mlx_flashnext.engine.engine import Engine
+
+    return Engine.open(directory, request, progress=progress, wrap_source=wrap_source)
+
+
 def _inspect_checkpoint(directory: Path) -> Inspection:
     from mlx_flashnext.checkpoint import inspect_checkpoint
 
@@ -117,5 +128,6 @@ class Services:
     """What commands call below the command line."""
 
     open_engine: Callable[[Path, PlanRequest, Progress], EngineLike] = _open_engine
+    open_measured: Callable[[Path, PlanRequest, Progress, WrapSource], Engine] = _open_measured
     inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cli.command import CommandGroup, CommandPage, command
+from cli.commands.bench import bench
 from cli.commands.chat import chat
 from cli.commands.plan import plan
 from cli.commands.run import run
@@ -35,6 +36,12 @@ Examples:
   flashnext show ./my-checkpoint --json
 """
 
+BENCH_EXAMPLES = """\
+Examples:
+  flashnext bench
+  flashnext bench -p 0 -n 64 -d 0,4k --slots 24 --page-cache cold
+"""
+
 app = typer.Typer(
     name="flashnext",
     cls=CommandGroup,
@@ -49,6 +56,7 @@ app.command("generate", cls=CommandPage, epilog=RUN_EXAMPLES, hidden=True)(comma
 app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
 app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
 app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
+app.command("bench", cls=CommandPage, epilog=BENCH_EXAMPLES)(command(bench))
 
 
 def _show_version(wanted: bool) -> None:

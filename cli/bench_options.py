@@ -1,0 +1,186 @@
+"""Options of the measuring commands, and what people type in them: lists, rates, durations."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from cli.errors import UsageProblem
+from cli.parse import parse_count, parse_number, parse_size
+
+_DISK = "Disk"
+_DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(us|ms|s)\s*")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_RATE = re.compile(r"(.*?)\s*(?:/s)?\s*")
+MOST_VALUES = 64
+
+
+def parse_rate(text: str) -> int:
+    """Return bytes a second: `3GB/s`, `500MiB/s`."""
+    found = _RATE.fullmatch(text)
+    return parse_size(found[1] if found is not None else text)
+
+
+def parse_duration(text: str) -> float:
+    """Return seconds: `0.2ms`, `150us`, `1s`."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f"not a duration: {text!r} (write 0.2ms, 150us or 1s)")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def counts(flag: str, text: str) -> list[int]:
+    """Return the numbers of a list such as `128,512,4k`; 0 means none.
+
+    Raises:
+        UsageProblem: not such a list.
+    """
+    words = [word.strip() for word in text.split(",")]
+    try:
+        values = [0 if word == "0" else parse_count(word) for word in words]
+    except typer.BadParameter as error:
+        raise UsageProblem(f"{flag}: {error.message}", hint="write numbers, such as 128,512") from error
+    _check_number(flag, len(values))
+    return values
+
+
+def words_of(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
+    """Return the words of a list such as `off,near-gate`.
+
+    Raises:
+        UsageProblem: a word that is not known.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise UsageProblem(f"{flag} does not know: {word}", hint=f"there are {', '.join(known)}")
+    _check_number(flag, len(words))
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A budget: a percentage of the experts, or a number of slots of each layer.
+
+    Attributes:
+        text: as typed.
+        percent: of the experts, or None.
+        slots: of each layer, or None.
+    """
+
+    text: str
+    percent: float | None = None
+    slots: int | None = None
+
+    def slots_of(self, num_experts: int, fewest: int) -> int:
+        """Return the expert slots of each layer; at least what one token needs, at most all."""
+        wanted = self.slots if self.percent is None else round(num_experts * self.percent / 100)
+        return max(fewest, min(num_experts, wanted or fewest))
+
+
+def shares(flag: str, text: str) -> list[Share]:
+    """Return budgets such as `25%,50%,100%` or `24,32`, slots of each layer.
+
+    Raises:
+        UsageProblem: not such a list.
+    """
+    found: list[Share] = []
+    for word in (word.strip() for word in text.split(",")):
+        try:
+            if word.endswith("%"):
+                percent = parse_number(word[:-1])
+                if not 0 < percent <= 100:
+                    raise typer.BadParameter(f"not a share of the experts: {word!r}")
+                found.append(Share(word, percent=percent))
+            else:
+                found.append(Share(word, slots=parse_count(word)))
+        except typer.BadParameter as error:
+            raise UsageProblem(
+                f"{flag}: {error.message}", hint="write 25%,50%,100% or slots of a layer"
+            ) from error
+    _check_number(flag, len(found))
+    return found
+
+
+def _check_number(flag: str, number: int) -> None:
+    if number > MOST_VALUES:
+        raise UsageProblem(f"{flag} takes at most {MOST_VALUES} values: {number}", hint="give fewer")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What stands between the files and the readers."""
+
+    page_cache: Annotated[
+        Literal["as-is", "cold", "warm"],
+        typer.Option(
+            "--page-cache",
+            help="Drop (cold) or read (warm) the model's files before every repetition.",
+            rich_help_panel=_DISK,
+        ),
+    ] = "as-is"
+    throttle: Annotated[
+        int | None,
+        typer.Option(
+            "--throttle",
+            metavar="RATE",
+            help="Read as from a drive of this bandwidth, such as 3GB/s. Rows say: simulated disk.",
+            parser=parse_rate,
+            rich_help_panel=_DISK,
+        ),
+    ] = None
+    latency: Annotated[
+        float | None,
+        typer.Option(
+            "--latency",
+            metavar="TIME",
+            help="Add this to every read, such as 0.2ms. Rows say: simulated disk.",
+            parser=parse_duration,
+            rich_help_panel=_DISK,
+        ),
+    ] = None
+
+    @property
+    def label(self) -> str:
+        """Return what rows say of the disk."""
+        if self.throttle is None and self.latency is None:
+            return "real"
+        parts = [] if self.throttle is None else [f"{self.throttle / 1e9:g} GB/s"]
+        parts += [] if self.latency is None else [f"{self.latency * 1e3:g} ms more a read"]
+        return f"simulated disk: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is measured; names as in llama-bench."""
+
+    n_prompt: Annotated[
+        str,
+        typer.Option("--n-prompt", "-p", metavar="LIST", help="Prompt tokens to read; 0 for none."),
+    ] = "512"
+    n_gen: Annotated[
+        str,
+        typer.Option("--n-gen", "-n", "-g", metavar="LIST", help="Tokens to say; 0 for none."),
+    ] = "128"
+    n_depth: Annotated[
+        str,
+        typer.Option(
+            "--n-depth", "-d", metavar="LIST", help="Tokens in the context before the clock starts."
+        ),
+    ] = "0"
+    repetitions: Annotated[
+        int,
+        typer.Option(
+            "--repetitions",
+            "-r",
+            metavar="N",
+            help="Of each case, after one that is not counted.",
+            min=1,
+            max=1000,
+        ),
+    ] = 5
+    output: Annotated[
+        Literal["md", "json", "jsonl", "csv"],
+        typer.Option("--output", "-o", help="Form of the result on stdout."),
+    ] = "md"

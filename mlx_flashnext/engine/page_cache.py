@@ -1,0 +1,116 @@
+"""The operating system's cache of a checkpoint's files: emptied, filled and looked at on purpose.
+
+A figure of a streaming engine means nothing without it: on a machine with free memory a second run reads from
+memory what the first one read from the drive. Entry points: `prepare`, `cached_share`.
+
+Linux drops the clean pages of a file when told that they are not needed, without privileges, and says of a
+read whether it would have to wait (`RWF_NOWAIT`). macOS has neither: there the cache is as it is, and reports
+say so.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+CacheState = Literal["cold", "warm", "as-is"]
+NUM_SAMPLES: Final = 64
+"""Pages looked at in each file to say what share of it is cached."""
+_PAGE: Final = 4096
+_CHUNK_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was done to the cache and what was found then.
+
+    Attributes:
+        state: what was asked for.
+        how: how it was made so, in words.
+        cached_share: share of sampled pages that were in memory afterwards; None where it cannot be known.
+    """
+
+    state: CacheState
+    how: str
+    cached_share: float | None
+
+
+def prepare(files: Sequence[Path], state: CacheState) -> Prepared:
+    """Bring the files' pages into a state.
+
+    Args:
+        files: of the checkpoint.
+        state: `cold` drops them, `warm` reads them once, `as-is` does nothing.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    how = "left as it was"
+    if state == "cold":
+        how = (
+            "pages dropped (posix_fadvise) before every repetition"
+            if _can_drop()
+            else "cannot be emptied here"
+        )
+        for path in files:
+            drop(path)
+    elif state == "warm":
+        how = "files read once before every repetition"
+        for path in files:
+            _read(path)
+    return Prepared(state, how, cached_share(files))
+
+
+def drop(path: Path) -> None:
+    """Drop a file's clean pages from the cache, where the system can; pages that are mapped stay."""
+    if not _can_drop():
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def cached_share(files: Sequence[Path], seed: int = 0) -> float | None:
+    """Return the share of sampled pages that are in memory; None where the system does not say."""
+    if sys.platform != "linux" or not files:
+        return None
+    chance, found, num_pages = random.Random(seed), 0, 0
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            for _ in range(NUM_SAMPLES if size else 0):
+                offset = chance.randrange(size) // _PAGE * _PAGE
+                is_cached = _is_cached(descriptor, offset)
+                if is_cached is None:
+                    return None
+                found, num_pages = found + is_cached, num_pages + 1
+        finally:
+            os.close(descriptor)
+    return found / num_pages if num_pages else None
+
+
+def _is_cached(descriptor: int, offset: int) -> bool | None:
+    """Return whether a page is in memory, None if the file system does not say."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> None:
+    buffer = bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass
+
+
+def _can_drop() -> bool:
+    return sys.platform == "linux"
