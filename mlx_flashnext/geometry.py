@@ -20,8 +20,10 @@ QSA_DENSE_ROWS = 128
 CONV_ROWS = 64
 # Rows of the GDN recurrence in one call: a backend without a kernel keeps the state of every row of a call.
 GDN_ROWS = 32
-# The same where rows may be run again: no backend computes a call of up to 8 rows otherwise than row by row.
-GDN_STEP_ROWS = 8
+# The same where a block may be cut: the state after each call is kept, and less than a call is run again. Up
+# to 8 rows every backend computes row by row. 4 keeps a cut under a tenth of a one-token step on the CPU
+# backend, and no state is kept for up to 3 proposals (bench/studies/gdn_rollback.py).
+GDN_STEP_ROWS = 4
 # Query rows above the QSA budget that are gathered at a time: bounds the copies of selected keys.
 QSA_SPARSE_ROWS = 16
 FLOAT32_BYTES = 4
@@ -91,6 +93,38 @@ def state_bytes(
         recurrent=len(config.gdn_layers) * gdn_layer_bytes(config, itemsize),
         ple=config.ple_conv_rows * config.stack_size * itemsize,
     )
+
+
+def block_bytes(config: ModelConfig, num_rows: int, itemsize: int, *, revocable: bool) -> int:
+    """Return an upper bound of what a block holds beside the sequence's state until it is closed.
+
+    The states after it that are not shared with those before, and if it may be cut, what that takes: rows
+    that entered the convolutions, inputs of the recurrence, its state every `GDN_STEP_ROWS` rows, raw index
+    keys.
+
+    Args:
+        config: Model geometry.
+        num_rows: Rows of the block.
+        itemsize: Bytes of the compute type.
+        revocable: Whether fewer rows than all may be committed.
+    """
+    ratio, index_row = config.indexer_compress_ratio, config.indexer_head_dim * itemsize
+    num_gdn, num_qsa = len(config.gdn_layers), len(config.qsa_layers)
+    ple_row = config.stack_size * itemsize
+    held = num_gdn * gdn_layer_bytes(config, itemsize) + config.ple_conv_rows * ple_row
+    held += num_qsa * (ratio - 1) * index_row
+    if not revocable or num_rows == 1:
+        # A slice of a short window is kept with its window.
+        return held + num_gdn * config.linear_conv_dim * itemsize + ple_row + num_qsa * index_row
+    conv_rows = config.linear_conv_kernel_dim - 1 + num_rows
+    # Values are a part of all that was mixed, which they keep; keys are normalised apart.
+    inputs = config.linear_conv_dim + config.linear_key_dim + 2 * config.linear_num_value_heads
+    states = (num_rows - 1) // GDN_STEP_ROWS
+    matrix = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    gdn = conv_rows * config.linear_conv_dim * itemsize
+    gdn += (num_rows * inputs + states * matrix) * FLOAT32_BYTES
+    ple = (config.ple_conv_rows + num_rows) * ple_row
+    return held + num_gdn * gdn + ple + num_qsa * (ratio - 1 + num_rows) * index_row
 
 
 def forward_workspace_bytes(config: ModelConfig, num_rows: int, context_tokens: int, itemsize: int) -> int:

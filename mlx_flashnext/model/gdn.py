@@ -33,28 +33,31 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GdnJournal:
-    """What the recurrence read in a block, and the state it started from: running it again needs no more.
+    """What the recurrence read in a block, and the states it passed: running some rows again needs no more.
 
     Attributes:
-        recurrent: The state before the block.
+        starts: The state before each call, that is every `GDN_STEP_ROWS` rows; the first is the block's own.
         window: [H + T, C] rows that entered the convolution, history first.
         inputs: k_Thk, v_Tjv, gamma_Tj and beta_Tj of the recurrence; queries leave no trace in the state.
     """
 
-    recurrent: mx.array
+    starts: tuple[mx.array, ...]
     window: mx.array
     inputs: tuple[mx.array, ...]
 
     def state_after(self, rows: int) -> GdnState:
         """Return the state after the first rows, by the steps that the block took."""
-        kept = [each[:rows] for each in self.inputs]
-        _, recurrent = recur([kept[0], *kept], self.recurrent, GDN_STEP_ROWS)
+        call, rest = divmod(rows, GDN_STEP_ROWS)
+        recurrent = self.starts[call]
+        if rest:
+            again = [each[rows - rest : rows] for each in self.inputs]
+            recurrent = recur([again[0], *again], recurrent, GDN_STEP_ROWS)[1][-1]
         history = self.window.shape[0] - self.inputs[0].shape[0]
         return GdnState(recurrent, rows_before(self.window, history + rows, history))
 
     def arrays(self) -> list[mx.array]:
         """Return what the block computed of it."""
-        return [self.window, *self.inputs]
+        return [*self.starts[1:], self.window, *self.inputs]
 
 
 class GatedDeltaNet:
@@ -114,17 +117,18 @@ class GatedDeltaNet:
         step_Tj = mx.logaddexp(self._a(x_TD).astype(mx.float32) + self._dt_bias_j, 0.0)
         gamma_Tj = mx.exp(self._decay_j * step_Tj)
         inputs = [q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj]
-        o_Tjv, recurrent = recur(inputs, state.recurrent, GDN_STEP_ROWS if is_revocable else GDN_ROWS)
+        o_Tjv, states = recur(inputs, state.recurrent, GDN_STEP_ROWS if is_revocable else GDN_ROWS)
         y_Tjv = mx.fast.rms_norm(o_Tjv, self._norm_v, config.rms_norm_eps)
         y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
         y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))
-        final = GdnState(recurrent, rows_before(window, window.shape[0], state.conv_window.shape[0]))
+        final = GdnState(states[-1], rows_before(window, window.shape[0], state.conv_window.shape[0]))
         if not is_revocable:
             return y_TD, Staged(final)
-        return y_TD, Staged(final, GdnJournal(state.recurrent, window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
+        starts = (state.recurrent, *states[:-1])
+        return y_TD, Staged(final, GdnJournal(starts, window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
 
 
-def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.array, mx.array]:
+def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.array, list[mx.array]]:
     """Run the recurrence.
 
     Args:
@@ -133,11 +137,13 @@ def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.ar
         step: Rows of one call.
 
     Returns:
-        o_Tjv, and the state after the last row.
+        o_Tjv, and the state after each call.
     """
     outputs: list[mx.array] = []
+    states: list[mx.array] = []
     for first, end in row_blocks(0, inputs[0].shape[0], step):
         block = [each[None, first:end] for each in inputs]
         o_1Rjv, recurrent = mx.fast.gated_delta_update(*block, initial_state=recurrent)
         outputs.append(o_1Rjv.squeeze(0))
-    return joined(outputs), recurrent
+        states.append(recurrent)
+    return joined(outputs), states
