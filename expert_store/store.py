@@ -170,6 +170,7 @@ class ExpertStore:
         owner: int = 0,
         row_masks: Sequence[int] | None = None,
         timeout_s: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Lease:
         """Return a lease on the experts; blocks until they are in memory.
 
@@ -179,6 +180,8 @@ class ExpertStore:
             owner: As `request`.
             row_masks: As `request`.
             timeout_s: Give up after this many seconds; None never.
+            meanwhile: Called once, when the reads are queued and before they are waited for: the moment to
+                hand over hints, which then cannot overtake what is demanded.
 
         Raises:
             StoreError: As `request` and `LeaseRequest.wait`. Nothing stays pinned.
@@ -193,6 +196,8 @@ class ExpertStore:
                 # Reads of cancelled requests, and guesses, hold slots until they end; nothing queues before.
                 self._wait_for_slots(layer, timeout_s)
         try:
+            if meanwhile is not None:
+                meanwhile()
             return request.wait(timeout_s)
         except BaseException:  # KeyboardInterrupt included: an abandoned request must not keep pins
             request.cancel()

@@ -12,9 +12,11 @@ Invariants
 # Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots.
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from expert_store.keys import Prefetch
 from expert_store.lease import Lease
 from expert_store.source import ByteSource
 from expert_store.store import ExpertStore
@@ -22,6 +24,34 @@ from mlx_flashnext.banks import SlotBanks
 from mlx_flashnext.checkpoint import ExpertLayout
 from mlx_flashnext.model.host import HostSync, fence
 from mlx_flashnext.model.quant import expert_glu
+
+
+class HandOver(NamedTuple):
+    """What to read ahead.
+
+    Attributes:
+        hints: for the store, in any order.
+        passes_ahead: how many passes after the running one they stay good for.
+    """
+
+    hints: Sequence[Prefetch] = ()
+    passes_ahead: int = 0
+
+
+class RouteListener(Protocol):
+    """Hears what streamed layers choose, and says what to read ahead. Moves bytes, decides nothing (I1)."""
+
+    def wants_early(self, layer: int) -> bool:
+        """Return whether the layer's router is to be asked while the layer before it runs."""
+        ...
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        """Take the early choice of a layer."""
+        ...
+
+    def routed(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> HandOver:
+        """Take a layer's true choice, whose exact reads are queued by now; say what to read ahead."""
+        ...
 
 
 class ResidentExperts:
@@ -93,7 +123,10 @@ class StreamedExperts:
         sync: counter of waits for the device.
 
     Attributes:
-        owner: ticket owner of the demands to come; the timeline that runs a block sets it.
+        owner: ticket owner of the demands to come; the timeline that runs a block sets it, and the rest.
+        generation: of the owner.
+        num_unverified: rows of the block that may still be rejected, 0 if none can be.
+        listener: hears the routes of the block, if anybody does.
     """
 
     def __init__(
@@ -104,6 +137,9 @@ class StreamedExperts:
         self._slots = dict(slots)
         self._sync = sync
         self.owner = 0
+        self.generation = 0
+        self.num_unverified = 0
+        self.listener: RouteListener | None = None
         self._identity: set[int] = set()
         self._held: list[Lease] = []
 
@@ -125,12 +161,18 @@ class StreamedExperts:
         return layer in self._identity
 
     def wants_early(self, layer: int) -> bool:
-        """Return whether somebody listens who wants the layer's router asked one layer early."""
-        del layer
-        return False
+        """Return whether somebody listens who wants the layer's router asked one layer early.
+
+        Where either layer is resident nothing is read back, or nothing can be read ahead.
+        """
+        if self.listener is None or layer in self._identity or layer - 1 in self._identity:
+            return False
+        return self.listener.wants_early(layer)
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """Pass on what a layer yet to come will probably choose."""
+        if self.listener is not None:
+            self.listener.expect(layer, ids_TN)
 
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
         """Return every pair's expert output, reading what is missing.
@@ -151,7 +193,13 @@ class StreamedExperts:
         self.device_idle()  # these ids were computed from the outputs of every layer before this one (B2)
         union = sorted({expert for row in ids_TK for expert in row})
         if len(union) <= self._slots[layer]:
-            lease = self._store.acquire(layer, union, owner=self.owner)
+            lease = self._store.acquire(
+                layer,
+                union,
+                owner=self.owner,
+                row_masks=self._row_masks(union, ids_TK),
+                meanwhile=lambda: self._tell(layer, ids_TK),
+            )
             self._held.append(lease)
             slot_of = dict(zip(lease.experts, lease.slots, strict=True))
             slots_TK = mx.array([[slot_of[expert] for expert in row] for row in ids_TK], mx.uint32)
@@ -163,6 +211,27 @@ class StreamedExperts:
         for lease in self._held:
             lease.release()
         self._held.clear()
+
+    def hand_over(self, ahead: HandOver) -> None:
+        """Give hints to the store: at most one hand-over, never a wait."""
+        if ahead.hints:
+            generation = self.generation + ahead.passes_ahead
+            self._store.prefetch(ahead.hints, owner=self.owner, generation=generation)
+
+    def _tell(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
+        """Let the listener hear a layer's choice and hand over what it says."""
+        if self.listener is not None:
+            self.hand_over(self.listener.routed(layer, ids_TK))
+
+    def _row_masks(self, union: Sequence[int], ids_TK: Sequence[Sequence[int]]) -> list[int] | None:
+        """Return which rows of an unverified block chose each expert; None where all rows stay."""
+        if not self.num_unverified:
+            return None
+        masks = dict.fromkeys(union, 0)
+        for row, experts in enumerate(ids_TK):
+            for expert in experts:
+                masks[expert] |= 1 << row
+        return list(masks.values())
 
     def _run_in_groups(
         self, layer: int, x_TD: mx.array, ids_TK: Sequence[Sequence[int]], union: Sequence[int]
@@ -180,6 +249,7 @@ class StreamedExperts:
         visited: list[int] = []
         request = self._store.request(layer, groups[0], owner=self.owner)
         try:
+            self._tell(layer, ids_TK)
             for later in [*groups[1:], None]:
                 with request.wait() as lease:
                     pairs = [pair for expert in lease.experts for pair in pairs_of[expert]]
