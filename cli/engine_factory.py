@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from expert_store.source import ByteSource
     from mlx_flashnext.checkpoint import Checkpoint, Inspection
+    from mlx_flashnext.engine.doctor import Examination
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
@@ -123,6 +124,15 @@ def _make_plan(directory: Path, request: PlanRequest) -> Planned:
     return Planned(checkpoint, machine, make_plan(checkpoint, machine, request))
 
 
+def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Checkpoint, Examination]:
+    from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.doctor import examine
+    from mlx_flashnext.engine.machine import detect_machine
+
+    checkpoint = open_checkpoint(directory)
+    return checkpoint, examine(checkpoint, detect_machine(), progress=progress)
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What commands call below the command line."""
@@ -131,3 +141,4 @@ class Services:
     open_measured: Callable[[Path, PlanRequest, Progress, WrapSource], Engine] = _open_measured
     inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan
+    examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine

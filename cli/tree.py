@@ -11,6 +11,7 @@ import typer
 from cli.command import CommandGroup, CommandPage, command
 from cli.commands.bench import bench
 from cli.commands.chat import chat
+from cli.commands.doctor import doctor
 from cli.commands.plan import plan
 from cli.commands.run import run
 from cli.commands.show import show
@@ -41,6 +42,11 @@ Examples:
   flashnext bench
   flashnext bench -p 0 -n 64 -d 0,4k --slots 24 --page-cache cold
 """
+DOCTOR_EXAMPLES = """\
+Examples:
+  flashnext doctor
+  flashnext doctor ./my-checkpoint --json
+"""
 
 app = typer.Typer(
     name="flashnext",
@@ -57,6 +63,7 @@ app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
 app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
 app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
 app.command("bench", cls=CommandPage, epilog=BENCH_EXAMPLES)(command(bench))
+app.command("doctor", cls=CommandPage, epilog=DOCTOR_EXAMPLES)(command(doctor))
 
 
 def _show_version(wanted: bool) -> None:
