@@ -76,6 +76,11 @@ class DraftConfig:
     max_positions: int | None = None
 
     @property
+    def architecture(self) -> str:
+        """Return the name in its config file."""
+        return next(name for name, family in FAMILIES.items() if family == self.family)
+
+    @property
     def has_selector(self) -> bool:
         """Return whether a path is walked over candidates: DFlash2."""
         return self.family == "dflash2"

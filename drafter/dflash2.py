@@ -29,6 +29,7 @@ from drafter.context import ContextSnapshot, DraftContext
 from drafter.errors import DrafterError
 from drafter.fuse import fuse
 from drafter.layers import Params
+from drafter.live import LiveCounts
 from drafter.selector import Path, best_tokens, candidates, project, unary_logits, walk
 
 # Below it the engine's sampler is greedy, and a row's law a point.
@@ -56,27 +57,6 @@ class Dflash2Options:
     stop_ids: Collection[int] = ()
     slack: int = RING_SLACK
     capacity_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LiveCounts:
-    """What a session's proposals came to.
-
-    Attributes:
-        num_cycles: proposals that were verified.
-        num_proposed: tokens of them.
-        num_accepted: tokens of them that stayed.
-        num_slots: slots walked.
-        num_overrides: slots where the selector took another token than the best logit.
-        num_broken: proposals withheld because a value was not finite.
-    """
-
-    num_cycles: int = 0
-    num_proposed: int = 0
-    num_accepted: int = 0
-    num_slots: int = 0
-    num_overrides: int = 0
-    num_broken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
