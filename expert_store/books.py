@@ -30,7 +30,6 @@ from expert_store.stats import (
 _NUM_TIMES_MAX: Final = 1024
 """Reads whose times are kept as they are before they are sorted into bins."""
 _EXACT: Final = ReadClass.EXACT
-_PLAIN_ENDS: Final = (Fate.IN_TIME, Fate.LATE, Fate.JOINED)
 
 
 class TimedRead(Protocol):
@@ -150,7 +149,7 @@ class Ledger:
         self._early = _Latency()
         self._late = _Latency()
         self._queue_depth_max = self._queue_depth_total = 0
-        self._times: list[tuple[ReadClass, int, int, int]] = []
+        self._times: list[tuple[ReadClass, int, int, int, bool]] = []
         self._busy: list[tuple[int, int]] = []
         self.num_cycles = 0
         self.last_cycle = CycleStatistics()
@@ -183,11 +182,18 @@ class Ledger:
             self.num_predicted_reading -= 1
             self.predicted_physical_bytes += physical_bytes
 
-    def timed(self, read: TimedRead) -> None:
-        """Note how long a read took that went well."""
-        self._times.append((read.issued_class, read.issued_ns, read.started_ns, read.ready_ns))
+    def ready(self, read: TimedRead, fate: Fate | None) -> None:
+        """Note how long a read took that went well, and its fate if it is settled."""
+        is_used = fate is not None and fate is not Fate.STALE
+        self._times.append((read.issued_class, read.issued_ns, read.started_ns, read.ready_ns, is_used))
         if len(self._times) >= _NUM_TIMES_MAX:
             self._fold_times()
+        if fate is not None:
+            self.close(read, fate)
+
+    def was_used(self, read: TimedRead) -> None:
+        """Note that a native route used a record whose read had gone well before."""
+        self._busy.append((read.started_ns, read.ready_ns))
 
     # Fates.
 
@@ -198,8 +204,6 @@ class Ledger:
         books = self.classes[read.issued_class]
         books.fate_nums[fate] += 1
         books.fate_bytes[fate] += read.num_bytes
-        if fate in _PLAIN_ENDS:
-            self._busy.append((read.started_ns, read.ready_ns))
 
     def slack(self, needed_ns: int, ready_ns: int) -> None:
         """Note how early or late a predicted record was."""
@@ -297,12 +301,12 @@ class Ledger:
 
     def _fold_times(self) -> None:
         """Sort noted times into bins and intervals into their union: together, off the path of most reads."""
-        for read_class, issued_ns, started_ns, ready_ns in self._times:
+        for read_class, issued_ns, started_ns, ready_ns, is_used in self._times:
             self.classes[read_class].issue_to_ready.add(ready_ns - issued_ns)
             self._read_time.add(ready_ns - started_ns)
+            if is_used:
+                self._busy.append((started_ns, ready_ns))
         self._times.clear()
-        if not self._busy:
-            return
         # What lies before the end of the last union counts from there on: a guess may be used cycles later.
         until_ns = self._busy_until_ns
         self._busy.sort()

@@ -100,7 +100,7 @@ class Dispatcher:
                 self.prefetcher.left_queue(guess)
                 guess.take_slot(slot, shelf.layout.reads(expert))
                 guess.needed_ns = now_ns
-                self.queue.join(key, _EXACT).waiters.append(waiter)
+                self.queue.join(key).waiters.append(waiter)
                 num_joined += 1
                 continue
             ticket = RecordTicket(
@@ -123,7 +123,7 @@ class Dispatcher:
     def join(self, layer: int, experts: Sequence[int], waiter: Waiter) -> None:
         """Promise a waiter records that are on their way into slots, as exact from now on (T2)."""
         for expert in experts:
-            ticket = self.queue.join(ExpertKey(layer, expert), _EXACT)
+            ticket = self.queue.join(ExpertKey(layer, expert))
             ticket.waiters.append(waiter)
             if not ticket.needed_ns and ticket.issued_class is not _EXACT:
                 ticket.needed_ns = self._clock()
@@ -144,7 +144,7 @@ class Dispatcher:
             confidence=hint.confidence,
         )
         ticket.bind(self, ())
-        is_queued, displaced = self.queue.push(ticket)
+        is_queued, displaced = self.queue.push_guess(ticket)
         if displaced is not None:
             self.end_unread(displaced, Fate.DROPPED)
         if not is_queued:
@@ -166,6 +166,7 @@ class Dispatcher:
         elif ticket.state is TicketState.READY:  # on the wire, its fate is known when it ends
             self.prefetcher.went(ticket)
             self.ledger.close(ticket, Fate.IN_TIME)
+            self.ledger.was_used(ticket)
             self.ledger.slack(self._clock(), ticket.ready_ns)
             self._shelves[ticket.key.layer].counters.num_prefetched += 1
 
@@ -230,13 +231,13 @@ class Dispatcher:
             return
         self._shelves[ticket.key.layer].table.loaded(ticket.slot)
         need = ticket.finish(self._clock())
-        self.ledger.timed(ticket)
         if ticket.issued_class is _EXACT:
-            self.ledger.close(ticket, _EXACT_FATES[need])
+            self.ledger.ready(ticket, _EXACT_FATES[need])
         elif ticket.read_class is _EXACT:
-            self.ledger.close(ticket, _JOINED_FATES[need])
+            self.ledger.ready(ticket, _JOINED_FATES[need])
             self.ledger.slack(ticket.needed_ns, ticket.ready_ns)
         else:
+            self.ledger.ready(ticket, None)
             self.prefetcher.came_unused(ticket)
 
     def _end_badly(self, ticket: RecordTicket, error: StoreError) -> None:

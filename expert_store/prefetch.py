@@ -153,7 +153,7 @@ class Prefetcher:
         self._spent[owner] = 0
         queue = self._issuing.queue
         if queue.num_predicted:
-            self._cancel([t for t in queue.predicted() if t.owner == owner and t.generation < generation])
+            self._cancel([t for t in queue.guesses() if t.owner == owner and t.generation < generation])
         unused = self._unused.get(owner)
         if unused:
             self._give_up([ticket for ticket in unused.values() if ticket.generation < generation])
@@ -161,7 +161,7 @@ class Prefetcher:
     def stop(self) -> None:
         """Refuse hints from now on and make every guess stale."""
         self.is_stopped = True
-        self._cancel(self._issuing.queue.predicted())
+        self._cancel(self._issuing.queue.guesses())
         for unused in list(self._unused.values()):
             self._give_up(list(unused.values()))
 

@@ -1,12 +1,11 @@
-"""The store against a dictionary model: requests, reads, failures, releases in any order. T1-T6, S1-S5.
+"""The store against a model: requests, hints, reads, failures, generations in any order. T1-T6, S1-S6, K1-K3.
 
-The reader is stepped, so every interleaving is a list of rules and nothing sleeps. The model knows which
-records are in memory, who pinned them and which one least recent use sends away; memory is compared byte by
-byte. Planted faults at the end show that the machine sees what it is there to see.
+The reader is stepped, so every interleaving is a list of rules and nothing sleeps. The model (store_model.py)
+knows which records are in memory, who pinned them, who leaves next, and what became of every ticket; memory is
+compared byte by byte. Planted faults at the end show that the machine sees what it is there to see.
 """
 
 import errno
-from collections import Counter, OrderedDict
 
 import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -19,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from expert_store import completion, dispatch, lease, slots
+from expert_store import books, completion, dispatch, lease, prefetch, ranking, read_queue, slots
 from expert_store.errors import (
     RecordCorrupt,
     SlotsExhausted,
@@ -28,31 +27,39 @@ from expert_store.errors import (
     StoreError,
     WouldBlock,
 )
+from expert_store.keys import Prefetch, ReadClass
 from expert_store.layout import RecordLayout
 from expert_store.policy.lru import LeastRecentlyUsed
-from expert_store.stats import Fate
+from expert_store.prefetch import PrefetchLimits
+from expert_store.stats import Fate, HintOutcome
 from expert_store.testing import FaultySource
+from tests.properties.store_model import StoreModel
 from tests.unit.expert_store.rig import make_rig
 
 NUM_EXPERTS = 7
-SLOTS = {0: 4, 1: 7}  # layer 1 has a slot for every expert, so slot == expert there
+SLOTS = {0: 5, 1: 7}  # layer 1 has a slot for every expert, so slot == expert there
 LENGTHS = {0: (12, 5), 1: (40,)}
+MIN_EXACT = 3
+LIMITS = PrefetchLimits(max_queued=3, budget_bytes=120, min_exact_slots=MIN_EXACT)
+NUM_READERS = 3
 EXPECTED = {"short": RecordCorrupt, "eio": SourceFailed}
+EXACT, NEAR, SPECULATIVE = ReadClass
 
 
 LAYERS = st.sampled_from([0, 0, 1])
 EXPERTS = st.lists(st.integers(0, NUM_EXPERTS - 1), unique=True, max_size=3)
-
-
-class Asked:
-    """A request as the model sees it."""
-
-    def __init__(self, request, layer, experts, missing):
-        self.request, self.layer, self.experts = request, layer, experts
-        self.pending = set(missing)
-        self.error = None
-        self.is_pinning = True
-        self.lease = None
+OWNERS = st.integers(1, 2)
+HINTS = st.lists(
+    st.builds(
+        Prefetch,
+        st.sampled_from([0, 0, 0, 1, 9]),
+        st.integers(-1, NUM_EXPERTS),
+        st.sampled_from([NEAR, SPECULATIVE]),
+        st.sampled_from([0.2, 0.5, 0.9]),
+        st.integers(0, 2),
+    ),
+    max_size=4,
+)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -64,99 +71,120 @@ class StoreMachine(RuleBasedStateMachine):
             slots=SLOTS,
             lengths=LENGTHS,
             wrap=lambda source: FaultySource(source, lambda *_: self._fault()),
+            limits=LIMITS,
+            num_readers=NUM_READERS,
         )
         self.store = self.rig.store
-        self.full = {
-            layer: OrderedDict() for layer in SLOTS
-        }  # expert -> None, least recent first, loading too
-        self.loading = set()  # (layer, expert)
-        self.queued = []  # keys, in order
-        self.reading = []  # keys, as held by the reader
-        self.asked = []
-        self.counts = Counter()
-        self.generation = 0
+        self.model = StoreModel(
+            SLOTS,
+            NUM_EXPERTS,
+            {layer: sum(lengths) for layer, lengths in LENGTHS.items()},
+            min_exact=MIN_EXACT,
+            max_queued=LIMITS.max_queued,
+            max_reads=NUM_READERS - 1,
+            budget=LIMITS.budget_bytes,
+        )
+
+    @property
+    def asked(self):
+        return self.model.asked
 
     def _fault(self):
         if self.fault == "eio":
             return OSError(errno.EIO, "Input/output error")
         return self.fault
 
-    def pins(self, layer):
-        return Counter(e for a in self.asked if a.layer == layer and a.is_pinning for e in a.experts)
+    # Requests.
 
-    @rule(layer=LAYERS, experts=EXPERTS)
-    def request(self, layer, experts):
-        self.ask(layer, experts)
+    @rule(
+        layer=LAYERS, experts=EXPERTS, owner=OWNERS, masks=st.none() | st.lists(st.integers(1, 7), min_size=3)
+    )
+    def request(self, layer, experts, owner, masks):
+        self.ask(layer, experts, owner, masks)
 
-    def ask(self, layer, experts):
-        order, pins = self.full[layer], self.pins(layer)
-        missing = [e for e in experts if e not in order]
-        stuck = {e for e in order if pins[e] or (layer, e) in self.loading or e in experts}
-        if len(missing) > SLOTS[layer] - len(stuck):
+    def ask(self, layer, experts, owner, masks):
+        masks = None if masks is None else masks[: len(experts)]
+        if self.model.would_exhaust(layer, experts):
             with pytest.raises(SlotsExhausted):
-                self.store.request(layer, experts)
+                self.store.request(layer, experts, owner=owner, row_masks=masks)
             return None
-        request = self.store.request(layer, experts, owner=1)
-        joined = [e for e in experts if (layer, e) in self.loading]
-        for expert in experts:
-            if expert in order:
-                order.move_to_end(expert)
-        for expert in missing:
-            if len(order) == SLOTS[layer]:
-                del order[next(e for e in order if e not in stuck)]
-            order[expert] = None
-            stuck.add(expert)
-            self.loading.add((layer, expert))
-            self.queued.append((layer, expert))
-        asked = Asked(request, layer, experts, {(layer, e) for e in [*missing, *joined]})
-        self.asked.append(asked)
-        self.counts.update(demands=len(experts), misses=len(missing), joined=len(joined))
-        return asked
+        request = self.store.request(layer, experts, owner=owner, row_masks=masks)
+        return self.model.ask(request, layer, experts, owner, masks)
 
-    @rule(layer=LAYERS, experts=EXPERTS, is_kept=st.booleans())
-    def acquire(self, layer, experts, is_kept):
+    @rule(layer=LAYERS, experts=EXPERTS, owner=OWNERS, is_kept=st.booleans(), is_block=st.booleans())
+    def acquire(self, layer, experts, owner, is_kept, is_block):
         """Do in one step what a caller does: without this, evictions would be rare."""
-        asked = self.ask(layer, experts)
-        while self.queued:
-            self.begin_read()
-        while self.reading:
-            self.finish_read(0, None)
+        asked = self.ask(layer, experts, owner, [1, 2, 5] if is_block else None)
+        self.read_everything()
         if asked is not None:
             asked.lease = asked.request.wait()
             if not is_kept:
                 asked.lease.release()
                 self.asked.remove(asked)
 
-    @precondition(lambda self: self.queued)
+    def read_everything(self):
+        while self.begin() or self.model.reading:
+            if self.model.reading:
+                self.finish(0, None)
+
+    # Hints.
+
+    @rule(hints=HINTS, owner=OWNERS, ahead=st.sampled_from([0, 0, 0, 0, 1, -1]))
+    def prefetch(self, hints, owner, ahead):
+        generation = self.model.generations[owner] + ahead
+        num_wakes = self.rig.reader.num_wakes
+        got = self.store.prefetch(hints, owner=owner, generation=generation)
+        assert got == self.model.prefetch(hints, owner, generation)
+        assert (self.rig.reader.num_wakes > num_wakes) == bool(got)
+
+    @rule(layer=LAYERS, owner=OWNERS, experts=EXPERTS)
+    def prefetch_well(self, layer, owner, experts):
+        """Read ahead what will be demanded, and see it through: without this, few guesses would be used."""
+        hints = [Prefetch(layer, expert, NEAR, 0.9, 1) for expert in experts]
+        self._prefetch(hints, owner)
+        self.read_everything()
+
+    def _prefetch(self, hints, owner):
+        generation = self.model.generations[owner]
+        got = self.store.prefetch(hints, owner=owner, generation=generation)
+        assert got == self.model.prefetch(hints, owner, generation)
+
+    @rule(owner=OWNERS, num_rows=st.none() | st.integers(0, 3))
+    def advance(self, owner, num_rows):
+        self.model.advance(owner, num_rows)
+        self.store.advance(owner, self.model.generations[owner], num_rows=num_rows)
+
+    @rule(dice=st.integers(1, 30))
+    def stop_prefetching(self, dice):
+        if dice == 30:
+            self.store.stop_prefetching()
+            self.model.stop()
+
+    # Reads.
+
     @rule()
     def begin_read(self):
-        job = self.rig.reader.begin()
-        assert job is not None
-        assert job.key == self.queued.pop(0)  # first come, first served
-        self.reading.append(job.key)
+        self.begin()
 
-    @precondition(lambda self: self.reading)
+    def begin(self):
+        job, expected = self.rig.reader.begin(), self.model.begin_read()
+        assert (None if job is None else tuple(job.key)) == (None if expected is None else expected.key)
+        self.rig.clock.advance(1)
+        return job is not None
+
+    @precondition(lambda self: self.model.reading)
     @rule(data=st.data(), fault=st.sampled_from([None, None, None, "short", "eio"]))
     def end_read(self, data, fault):
-        self.finish_read(data.draw(st.integers(0, len(self.reading) - 1)), fault)
+        self.finish(data.draw(st.integers(0, len(self.model.reading) - 1)), fault)
 
-    def finish_read(self, index, fault):
-        key = self.reading.pop(index)
+    def finish(self, index, fault):
+        self.rig.clock.advance(1)
         self.fault = fault
         self.rig.reader.finish(index)
         self.fault = None
-        self.loading.remove(key)
-        waiting = [a for a in self.asked if key in a.pending]
-        self.counts[
-            "failed" if fault else "stale" if not any(a.is_pinning for a in waiting) else "in_time"
-        ] += 1
-        if fault:
-            del self.full[key[0]][key[1]]
-        for asked in waiting:
-            asked.pending.remove(key)
-            if fault:
-                asked.error = asked.error or EXPECTED[fault]
-                asked.is_pinning = False
+        self.model.finish_read(index, fault)
+
+    # Waiting and leasing.
 
     @precondition(lambda self: any(a.lease is None for a in self.asked))
     @rule(data=st.data())
@@ -166,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(WouldBlock):
                 asked.request.wait_nowait()
         elif asked.error is not None:
-            with pytest.raises(asked.error):
+            with pytest.raises(EXPECTED[asked.error]):
                 asked.request.wait_nowait()
             self.asked.remove(asked)
         elif not asked.is_pinning:
@@ -176,6 +204,15 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             asked.lease = asked.request.wait()
             assert asked.lease is asked.request.wait_nowait()
+
+    @precondition(lambda self: any(a.pending for a in self.asked))
+    @rule(data=st.data())
+    def stand_still(self, data):
+        """Begin to wait, as `wait` does before it blocks."""
+        asked = data.draw(st.sampled_from([a for a in self.asked if a.pending]))
+        with pytest.raises(WouldBlock):
+            asked.request.wait(timeout_s=0)
+        asked.is_waited_for = True
 
     @precondition(lambda self: any(a.lease is None for a in self.asked))
     @rule(data=st.data())
@@ -192,18 +229,33 @@ class StoreMachine(RuleBasedStateMachine):
             asked.lease.release()
         self.asked.remove(asked)
 
-    @rule()
-    def advance(self):
-        self.generation += 1
-        self.store.advance(1, self.generation)
+    # What must hold.
 
     @invariant()
     def slots_hold_what_the_model_says(self):
-        for layer, order in self.full.items():
-            self.store._shelves[layer].table.check()
+        for layer, shelf in self.model.layers.items():
+            table = self.store._shelves[layer].table
+            table.check()
             for expert in range(NUM_EXPERTS):
-                is_full = expert in order and (layer, expert) not in self.loading
-                assert self.store.is_resident(layer, expert) == is_full, (layer, expert)
+                assert self.store.is_resident(layer, expert) == self.model.is_full(layer, expert)
+            assert list(table.ranking._policy._order) == shelf.order, "K2"
+            assert list(table.ranking._live) == list(shelf.live), "K3"
+            assert list(table.ranking._cold) == list(shelf.cold), "K3"
+            assert table.ranking.counts == [shelf.counts[expert] for expert in range(NUM_EXPERTS)], "K2"
+
+    @invariant()
+    def exact_demand_finds_the_slots_that_guesses_may_not_take(self):
+        for layer, num_slots in SLOTS.items():
+            guessed = [r for r in self.model.reading if r.read_class is not EXACT and r.key[0] == layer]
+            assert num_slots - len(guessed) >= min(num_slots, MIN_EXACT) or num_slots >= NUM_EXPERTS
+
+    @invariant()
+    def the_queue_is_in_the_order_of_the_model(self):
+        queue = self.store._dispatcher.queue
+        assert [tuple(t.key) for t in queue._exact] == [r.key for r in self.model.exact]
+        assert [tuple(t.key) for t in reversed(queue.guesses())] == [r.key for r in self.model.guesses]
+        mine = [(r.owner, r.generation) for r in self.model.guesses]
+        assert [(t.owner, t.generation) for t in reversed(queue.guesses())] == mine
 
     @invariant()
     def leases_name_untouched_records(self):
@@ -220,31 +272,56 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_counted_once(self):
-        got = self.store.statistics()
-        counts = self.counts
-        assert (got.num_demands, got.num_misses, got.num_joined) == (
+        got, model = self.store.statistics(), self.model
+        counts = model.counts
+        assert (got.num_demands, got.num_misses, got.num_joined, got.num_prefetched) == (
             counts["demands"],
             counts["misses"],
             counts["joined"],
+            counts["prefetched"],
         )
         assert got.num_demands == got.num_hits + got.num_misses + got.num_joined
-        assert (got.num_queued, got.num_reading) == (len(self.queued), len(self.reading))
-        fates = {fate: count.num for fate, count in got.fates.items()}
-        ended = (fates.pop(Fate.IN_TIME), fates.pop(Fate.STALE), fates.pop(Fate.FAILED))
-        assert ended == (counts["in_time"], counts["stale"], counts["failed"])
-        assert not any(fates.values())
-        assert got.num_exact == sum(ended) + got.num_queued + got.num_reading
+        assert (got.num_stale_used, bool(got.stale_evicted_bytes)) == (
+            counts["stale_used"],
+            counts["stale_evicted"] > 0,
+        )
+        assert got.num_reading == len(model.reading)
+        assert got.num_queued == len(model.exact) + len(model.guesses)
+        assert {k: v for k, v in got.hints.items() if v} == {k: v for k, v in model.hints.items() if v}
+        for read_class, books_of in got.classes.items():
+            assert books_of.num == model.issued[read_class]
+            fates = {fate: count.num for fate, count in books_of.fates.items() if count.num}
+            assert fates == dict(model.fates[read_class]), read_class
+        check_sums(got)
 
     def teardown(self):
         self.store.close()
         for asked in self.asked:
-            if asked.lease is None and asked.is_pinning and any(key in self.queued for key in asked.pending):
+            if asked.lease is None and asked.is_pinning and self.is_queued(asked):
                 with pytest.raises(StoreClosed):
                     asked.request.wait_nowait()
+        got = self.store.statistics()
+        assert (got.num_queued, got.num_reading, got.num_unused) == (0, 0, 0)
+        check_sums(got)
+
+    def is_queued(self, asked):
+        return any(read.key in asked.pending for read in self.model.exact)
+
+
+def check_sums(got):
+    """Every ticket has one fate, or is queued, being read, or unused in its slot: in records and in bytes."""
+    ended = got.fates
+    num_open = got.num_queued + got.num_reading + got.num_unused
+    assert sum(books.num for books in got.classes.values()) == sum(c.num for c in ended.values()) + num_open
+    open_bytes = got.logical_bytes - sum(count.num_bytes for count in ended.values())
+    assert open_bytes >= got.unused_bytes
+    assert num_open or not open_bytes
+    accepted = got.classes[NEAR].num + got.classes[SPECULATIVE].num
+    assert got.hints[HintOutcome.ACCEPTED] == accepted
 
 
 STEPS = settings(
-    max_examples=200,
+    max_examples=400,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -252,8 +329,8 @@ STEPS = settings(
 )
 
 
-def test_the_store_agrees_with_the_model_over_ten_thousand_steps():
-    assert STEPS.max_examples * STEPS.stateful_step_count >= 10_000
+def test_the_store_agrees_with_the_model_over_twenty_thousand_steps():
+    assert STEPS.max_examples * STEPS.stateful_step_count >= 20_000
     run_state_machine_as_test(StoreMachine, settings=STEPS)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from expert_store.layout import RecordLayout, Span
+from expert_store.prefetch import PrefetchLimits
 from expert_store.reader import Reader
 from expert_store.source import ByteSource
 from expert_store.store import ExpertStore
@@ -68,13 +69,15 @@ def make_rig(
     policy: str = "lru",
     wrap: Callable[[ByteSource], ByteSource] = lambda source: source,
     reader: Reader | None = None,
+    limits: PrefetchLimits | None = None,
+    num_readers: int = 1_000,
 ) -> Rig:
     lengths = lengths or {0: (24, 8), 1: (24, 8)}
     source, layouts = stacked_files(num_experts, lengths)
     counting = CountingSource(wrap(source))
     memory = DictMemory(slot_lengths=lengths)
     clock = ManualClock()
-    step = StepReader()
+    step = StepReader(num_readers=num_readers)
     store = ExpertStore(
         layouts,
         counting,
@@ -82,6 +85,7 @@ def make_rig(
         slots=slots if isinstance(slots, Mapping) else dict.fromkeys(lengths, slots),
         policy=policy,
         reader=step if reader is None else reader,
+        limits=limits,
         clock=clock,
     )
     return Rig(store, step, memory, counting, clock, lengths)
