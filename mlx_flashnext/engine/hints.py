@@ -1,0 +1,127 @@
+"""From guesses to hints: what predictors say becomes a bounded list for the store. Entry: `Hints`.
+
+All policy of hints is here: which class a guess is read in, when it is expected to be needed, how many may
+be handed over, and that a predictor which fails is left alone from then on. The store decides what is read.
+
+    at a block's start   predictor.begin   -> speculative, by layer order
+    after layer l's ids  predictor.routed  -> near for the block that runs, speculative beyond it
+                         predictor.expect  -> near, for layer l + 1
+
+Invariants:
+    I1  hints move bytes, never decisions: nothing here reaches the model;
+    H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
+    H2  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+from expert_store.keys import Prefetch, ReadClass
+from mlx_flashnext.engine.predictors import Guess, Predictor, Rows
+from mlx_flashnext.engine.routes import RouteLog
+from mlx_flashnext.experts import HandOver
+
+MAX_HINTS: Final = 2048
+"""Hints of one hand-over. The real model chooses 480 records a token; a predictor may be anything."""
+
+
+class Hints:
+    """Listens to one timeline's blocks and says what to read ahead; see `experts.RouteListener`.
+
+    Args:
+        predictor: where guesses come from; None for none.
+        num_layers: of the model; scales deadlines.
+        log: writes the routes down, if somebody wants them.
+
+    Attributes:
+        num_guesses: guesses that were handed over.
+        stopped: why the predictor is no longer asked, "" while it is.
+    """
+
+    def __init__(self, predictor: Predictor | None, num_layers: int, log: RouteLog | None = None) -> None:
+        self._predictor = predictor
+        self._num_layers = num_layers
+        self._log = log
+        self._pass = 0
+        self._is_open = self._is_predicting = False
+        self._expected: list[Guess] = []
+        self.num_guesses = 0
+        self.stopped = ""
+
+    def begin(self, tokens: Sequence[int], position: int, *, is_prefill: bool) -> HandOver:
+        """Open a block and return what to read ahead for it.
+
+        Args:
+            tokens: of the block.
+            position: tokens before it.
+            is_prefill: a chunk of the prompt (H2).
+        """
+        self._pass += 1
+        self._is_open = True
+        self._is_predicting = self._predictor is not None and not self.stopped and not is_prefill
+        self._expected = []
+        if self._log is not None:
+            self._log.begin(position, len(tokens))
+        guesses = self._ask(lambda predictor: predictor.begin(tokens, position))
+        return self._ahead(guesses, ReadClass.SPECULATIVE)
+
+    def wants_early(self, layer: int) -> bool:
+        """Return whether the layer's router is to be asked while the layer before it runs."""
+        del layer
+        return self._is_predicting and self._predictor is not None and self._predictor.wants_early
+
+    def expect(self, layer: int, ids_TN: Rows) -> None:
+        """Take the early choice of a layer; it is handed over with what `routed` says."""
+        self._expected = self._ask(lambda predictor: predictor.expect(layer, ids_TN))
+
+    def routed(self, layer: int, ids_TK: Rows) -> HandOver:
+        """Take a layer's true choice and return what to read ahead now."""
+        if not self._is_open or layer >= self._num_layers:
+            return HandOver()  # the MTP module's layer: part of no block
+        if self._log is not None:
+            self._log.routed(layer, ids_TK)
+        guesses, self._expected = self._expected, []
+        guesses = guesses + self._ask(lambda predictor: predictor.routed(layer, ids_TK))
+        return self._ahead(guesses, ReadClass.NEAR)
+
+    def commit(self, num_rows: int) -> None:
+        """Close the block; its first `num_rows` rows stay."""
+        self._is_open = False
+        if self._log is not None:
+            self._log.commit(num_rows)
+        self._ask(lambda predictor: predictor.commit(num_rows) or ())
+        self._is_predicting = False
+
+    def _ask(self, question: Callable[[Predictor], Iterable[Guess]]) -> list[Guess]:
+        """Return the answer, no longer than a hand-over. What a predictor raises ends prediction alone."""
+        if not self._is_predicting or self._predictor is None:
+            return []
+        try:
+            return list(islice(question(self._predictor), MAX_HINTS))
+        except Exception as error:  # noqa: BLE001 - a guess may fail in any way, the answer must not
+            self._stop(error)
+            return []
+
+    def _ahead(self, guesses: Sequence[Guess], read_class: ReadClass) -> HandOver:
+        """Return guesses as hints; those of later passes decide for how long the hand-over is good."""
+        if not guesses:
+            return HandOver()
+        hints: list[Prefetch] = []
+        furthest = 0
+        try:
+            for layer, expert, confidence, passes_ahead in guesses[:MAX_HINTS]:
+                deadline = (self._pass + passes_ahead) * self._num_layers + layer
+                if passes_ahead > furthest:
+                    furthest = passes_ahead
+                kind = ReadClass.SPECULATIVE if passes_ahead else read_class
+                hints.append(Prefetch(layer, expert, kind, confidence, deadline))
+        except Exception as error:  # noqa: BLE001 - predictors may say anything
+            self._stop(error)
+            return HandOver()
+        self.num_guesses += len(hints)
+        return HandOver(hints, furthest)
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = f"{type(error).__name__}: {error}"
+        self._is_predicting = False
