@@ -14,6 +14,7 @@ from mlx_flashnext.checkpoint import BLOCK_SCALES, Checkpoint, Component, Expert
 from mlx_flashnext.engine.machine import MIB, Machine
 from mlx_flashnext.geometry import (
     FLOAT32_BYTES,
+    block_bytes,
     buffer_rows,
     forward_workspace_bytes,
     qsa_layer_bytes,
@@ -98,12 +99,17 @@ class Sizes:
         return state_bytes(self._config, context, self._itemsize).total + growing
 
     def _workspace(self, context: int) -> int:
-        config, rows = self._config, self._num_draft_tokens + 1
-        sampling = LOGITS_COPIES * config.vocab_size * FLOAT32_BYTES
-        chunk = forward_workspace_bytes(config, self.prefill_step, context, self._itemsize) + sampling
+        rows = self._num_draft_tokens + 1
+        sampling = LOGITS_COPIES * self._config.vocab_size * FLOAT32_BYTES
         # Every row of a verified block has logits, and a token is drawn from each.
-        block = forward_workspace_bytes(config, rows, context, self._itemsize) + rows * sampling
-        return max(chunk, block, STAGING_BYTES)
+        chunk = self._block(self.prefill_step, context, revocable=False) + sampling
+        verified = self._block(rows, context, revocable=True) + rows * sampling
+        return max(chunk, verified, STAGING_BYTES)
+
+    def _block(self, num_rows: int, context: int, *, revocable: bool) -> int:
+        """Return what one block holds beside the state, computed and kept until it is committed."""
+        computed = forward_workspace_bytes(self._config, num_rows, context, self._itemsize)
+        return computed + block_bytes(self._config, num_rows, self._itemsize, revocable=revocable)
 
     def _snapshot(self) -> int:
         """Return the bytes of one: keys and values are shared with the state, what is rewritten is not."""

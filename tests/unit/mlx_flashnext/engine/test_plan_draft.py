@@ -1,7 +1,6 @@
 """What drafters and snapshots cost in the plan: counted, monotone, refused before anything is loaded."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.errors import BudgetTooSmall, InvalidRequest, MissingDrafter
 from mlx_flashnext.engine.machine import GIB, MIB
 from mlx_flashnext.engine.plan import DEFAULT_DRAFT_TOKENS, Plan, PlanRequest, make_plan
-from mlx_flashnext.geometry import qsa_layer_bytes, state_bytes
+from mlx_flashnext.engine.sizes import LOGITS_COPIES
+from mlx_flashnext.geometry import block_bytes, forward_workspace_bytes, qsa_layer_bytes, state_bytes
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux, mac
 
@@ -128,14 +128,17 @@ def test_a_dearer_drafter_never_leaves_more_slots(real: Checkpoint) -> None:
 def test_every_verified_row_has_logits_in_the_plan(real: Checkpoint) -> None:
     """With short prefill chunks the block of anchor and proposals is the largest that runs."""
     request = PlanRequest(20 * GIB, 8192, 40, prefill_step=1, draft="lookup")
-    sizes = [
-        line(make_plan(real, mac(64), replace(request, num_draft_tokens=k)), "workspace")
-        for k in range(1, MAX_PROPOSALS + 1)
-    ]
-    row = real.config.vocab_size * 4
-    assert all(later - earlier >= row for earlier, later in pairwise(sizes[5:]))
     plan = make_plan(real, mac(64), replace(request, num_draft_tokens=8))
+    computed = forward_workspace_bytes(real.config, 9, 8192, 2)
+    kept = block_bytes(real.config, 9, 2, revocable=True)
+    sampled = 9 * LOGITS_COPIES * real.config.vocab_size * 4
+    assert line(plan, "workspace") == computed + kept + sampled
     assert plan.rows_per_buffer == 9 * real.ngram.num_heads
+
+
+def test_the_state_before_a_block_stays_until_it_is_committed(real: Checkpoint) -> None:
+    plan = make_plan(real, mac(64), PlanRequest(20 * GIB, 8192, 40))
+    assert line(plan, "workspace") >= state_bytes(real.config, 8192, 2).recurrent
 
 
 def test_a_snapshot_is_what_the_state_rewrites(real: Checkpoint) -> None:
@@ -204,4 +207,5 @@ def test_a_request_no_drafter_could_honour_is_refused(
 def test_the_effective_plan_names_the_drafter(tiny: Checkpoint) -> None:
     asked = make_plan(tiny, linux(), PlanRequest(draft="lookup", num_draft_tokens=7)).to_dict()
     assert (asked["draft"], asked["num_draft_tokens"]) == ("lookup", 7)
-    assert make_plan(tiny, linux(), PlanRequest(draft="mtp")).num_draft_tokens == DEFAULT_DRAFT_TOKENS
+    assert make_plan(tiny, linux(), PlanRequest(draft="mtp")).num_draft_tokens == DEFAULT_DRAFT_TOKENS["mtp"]
+    assert make_plan(tiny, linux(), PlanRequest(num_draft_tokens=7)).num_draft_tokens == 0
