@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import PlanRequest
 
-PROMPT_SET = "texts of the demo model, salted"
-
 
 def bench(
     context: typer.Context,
@@ -86,6 +84,7 @@ def _measure(
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.engine.measure import run_case
     from mlx_flashnext.engine.page_cache import prepare
+    from mlx_flashnext.engine.prompt_sets import SALTED_SET, demo_tasks
 
     machine = detect_machine()
     request = plan_request(memory, found)
@@ -105,7 +104,7 @@ def _measure(
                 page_cache=disk.page_cache,
                 page_cache_how=prepared.how,
                 disk=disk.label,
-                prompt_set=PROMPT_SET,
+                prompt_set=SALTED_SET,
             )
             done = number * (measured.repetitions + 1)
             yield run_case(
@@ -113,7 +112,7 @@ def _measure(
                 engine.tokenizer,
                 case,
                 conditions,
-                texts=demo_texts(),
+                texts=demo_tasks(),
                 salts=[first_salt + repetition for repetition in range(measured.repetitions)],
                 before_each=lambda: _prepare(files, disk.page_cache),
                 after_each=lambda ran, done=done, case=case: console.progress(case.name, done + ran, total),
@@ -146,15 +145,3 @@ def throttled(disk: DiskOptions) -> "Callable[[ByteSource], ByteSource]":
     if disk.throttle is None and disk.latency is None:
         return lambda source: source
     return lambda source: ThrottledSource(source, latency_s=disk.latency or 0.0, bytes_per_s=disk.throttle)
-
-
-def demo_texts() -> list[str]:
-    """Return the texts that prompts are made of."""
-    import msgspec
-
-    from mlx_flashnext.demo import demo_dir
-
-    sets = msgspec.json.decode(
-        (demo_dir() / "prompts.json").read_bytes(), type=dict[str, list[dict[str, object]]]
-    )
-    return [str(entry["prompt"]) for entries in sets.values() for entry in entries]

@@ -8,7 +8,6 @@ so that every repetition has the same length.
 Owner of the bench result format.
 """
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Final, Literal
 from mlx_flashnext.engine.conditions import Conditions
 from mlx_flashnext.engine.engine import Session
 from mlx_flashnext.engine.events import Finished
+from mlx_flashnext.engine.prompt_sets import salted_prompt
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.stats import GenerationStatistics
 from mlx_flashnext.tokenizer import Tokenizer
@@ -163,15 +163,6 @@ def run_case(
         samples += [sample] if number else []
         after_each(number + 1)
     return Row(case, tuple(samples), conditions)
-
-
-def salted_prompt(tokenizer: Tokenizer, texts: Sequence[str], num_tokens: int, salt: int) -> list[int]:
-    """Return a prompt of exactly so many tokens: a number, then texts in an order of its own."""
-    chance = random.Random(salt)
-    tokens = tokenizer.encode(f"{chance.getrandbits(64):016x}\n")
-    while len(tokens) < num_tokens:
-        tokens += tokenizer.encode(chance.choice(texts) + "\n")
-    return tokens[:num_tokens]
 
 
 def answer(session: Session, prompt: Sequence[int], max_tokens: int) -> GenerationStatistics:
