@@ -1,11 +1,15 @@
-"""Held-out loss per genre, expert use and the cost of quantisation.
+"""Held-out loss per genre, what quantisation and sparse attention cost, MTP agreement, and expert use.
 
-python -m bench.demo.evaluate --work SCRATCH --official SCRATCH/hf --pack mlx_flashnext/demo
+    python -m bench.demo.evaluate --work SCRATCH --official SCRATCH/hf --pack mlx_flashnext/demo [--json FILE]
+
+Teacher-forced on the held-out documents, in rows of 512 tokens.  The first turn of every document is held
+out, later turns are not.  Needs torch, no MLX.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 
 import numpy as np
@@ -34,26 +38,37 @@ def of_genre(data: Data, genre: int) -> Data:
 
 
 @torch.no_grad()
-def answer_loss(model: net.DemoModel, rows: Rows, num_rows: int) -> tuple[float, float, float]:
-    """Return nats per answer token, next-token accuracy there, and MTP nats."""
-    total = hits = count = mtp = mtp_count = 0.0
+def measure(model: net.DemoModel, rows: Rows, num_rows: int, sparse: bool = True) -> dict[str, float]:
+    """Return means over the answer tokens of the rows.
+
+    Returns:
+        loss: nats of the next token.
+        accuracy: how often the most likely token is the next one.
+        mtp loss: nats of the next token but one, by the multi-token-prediction module.
+        mtp agreement: how often that module's most likely token is the one that the model itself holds most
+            likely there, once it has read one token more.
+    """
+    sums = dict.fromkeys(("loss", "accuracy", "mtp loss", "mtp agreement"), 0.0)
+    count = mtp_count = 0.0
     for i in range(0, min(num_rows, len(rows)), 4):
         batch, weights = rows.batch(i // 4, 4)
         tokens = batch[:, :-1]
         mask = weights[:, 1:] * ANSWER_WEIGHT > 1.5
-        hidden, r, _, _ = model.trunk(tokens, sparse=True)
+        hidden, r, _, _ = model.trunk(tokens, sparse)
         logits = functional.linear(hidden, model.lm_head.weight).view(*tokens.shape, -1)
-        total += float(functional.cross_entropy(logits[mask], batch[:, 1:][mask], reduction="sum"))
-        hits += float((logits.argmax(-1) == batch[:, 1:])[mask].sum())
+        own = logits.argmax(-1)
+        sums["loss"] += float(functional.cross_entropy(logits[mask], batch[:, 1:][mask], reduction="sum"))
+        sums["accuracy"] += float((own == batch[:, 1:])[mask].sum())
         count += float(mask.sum())
-        hidden = model.mtp_hidden(r, tokens, sparse=True)[0]
+        hidden = model.mtp_hidden(r, tokens, sparse)[0]
         logits = functional.linear(hidden, model.lm_head.weight).view(
             tokens.shape[0], tokens.shape[1] - 1, -1
         )
         mask = mask[:, 1:]
-        mtp += float(functional.cross_entropy(logits[mask], batch[:, 2:][mask], reduction="sum"))
+        sums["mtp loss"] += float(functional.cross_entropy(logits[mask], batch[:, 2:][mask], reduction="sum"))
+        sums["mtp agreement"] += float((logits.argmax(-1) == own[:, 1:])[mask].sum())
         mtp_count += float(mask.sum())
-    return total / count, hits / count, mtp / mtp_count
+    return {k: v / (mtp_count if k.startswith("mtp") else count) for k, v in sums.items()}
 
 
 @torch.no_grad()
@@ -75,29 +90,50 @@ def expert_use(model: net.DemoModel, rows: Rows, num_batches: int) -> list[tuple
 def main() -> None:
     """Print the tables."""
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--work", type=pathlib.Path, required=True)
-    ap.add_argument("--official", type=pathlib.Path, required=True)
-    ap.add_argument("--pack", type=pathlib.Path)
-    ap.add_argument("--length", type=int, default=512)
+    ap.add_argument("--work", type=pathlib.Path, required=True, help="has data/held.npz")
+    ap.add_argument("--official", type=pathlib.Path, required=True, help="float32 weights, official layout")
+    ap.add_argument("--pack", type=pathlib.Path, required=True, help="the same weights quantised")
+    ap.add_argument("--length", type=int, default=512, help="default: four times the QSA budget of 128")
     ap.add_argument("--rows", type=int, default=24, help="rows per genre")
     ap.add_argument("--threads", type=int, default=1)
+    ap.add_argument("--json", type=pathlib.Path, help="also write the result here")
     args = ap.parse_args()
     torch.set_num_threads(args.threads)
     held = load(args.work / "data" / "held.npz")
-    models = {"float32": read_official(args.official)}
-    if args.pack:
-        models["quantised"] = read_pack(args.pack)
-    for name, model in models.items():
-        print(f"{name}: nats per answer token, next-token accuracy, MTP nats")
-        for g, genre in enumerate(GENRES):
-            rows = Rows(of_genre(held, g), args.length + 1, seed=5)
-            loss, accuracy, mtp = answer_loss(model, rows, args.rows)
-            print(f"  {genre:8s} {loss:.4f} {accuracy:.4f} {mtp:.4f}", flush=True)
-        loss, accuracy, mtp = answer_loss(model, Rows(held, args.length + 1, seed=5), args.rows)
-        print(f"  {'mixed':8s} {loss:.4f} {accuracy:.4f} {mtp:.4f}", flush=True)
-    use = expert_use(models["float32"], Rows(held, args.length, seed=5), 6)
+    parts = {genre: of_genre(held, g) for g, genre in enumerate(GENRES)} | {"mixed": held}
+    full, packed = read_official(args.official), read_pack(args.pack)
+    variants = {
+        "quantised": (packed, True),
+        "quantised, dense attention": (packed, False),
+        "float32": (full, True),
+    }
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, (model, sparse) in variants.items():
+        print(f"{name}: loss, accuracy, MTP loss, MTP agreement", flush=True)
+        found[name] = {}
+        for part, data in parts.items():
+            result = measure(model, Rows(data, args.length + 1, seed=5), args.rows, sparse)
+            found[name][part] = {k: round(v, 5) for k, v in result.items()}
+            print(f"  {part:8s} " + " ".join(f"{v:.4f}" for v in result.values()), flush=True)
+    mixed = {name: found[name]["mixed"]["loss"] for name in variants}
+    over_float = mixed["quantised"] / mixed["float32"] - 1
+    over_dense = mixed["quantised"] / mixed["quantised, dense attention"] - 1
+    print(f"mixed loss, quantised over float32: {over_float:+.2%}")
+    print(f"mixed loss, {args.length} tokens, sparse over dense attention: {over_dense:+.2%}")
+    use = expert_use(packed, Rows(held, args.length, seed=5), 6)
     print("effective experts per layer (last: MTP):", " ".join(f"{e:.1f}" for e, _ in use))
     print("unused experts per layer:", " ".join(str(n) for _, n in use))
+    if args.json:
+        report = {
+            "length": args.length,
+            "rows": args.rows,
+            "variants": found,
+            "quantised over float32": round(over_float, 5),
+            "sparse over dense": round(over_dense, 5),
+            "effective experts": [round(e, 2) for e, _ in use],
+            "unused experts": [n for _, n in use],
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

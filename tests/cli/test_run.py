@@ -377,5 +377,7 @@ def test_the_demo_notice_appears_once(cli, monkeypatch, checkpoint):
     monkeypatch.setattr("cli.model_path._demo_directory", lambda: checkpoint)
     first, second = cli("run", "hello", "-R"), cli("run", "hello", "-R")
     assert "this is the demo model" in first.stderr
+    assert "--model DIRECTORY" in first.stderr
+    assert len(first.stderr.splitlines()) == 1
     assert second.stderr == ""
     assert first.stdout == second.stdout == ""
