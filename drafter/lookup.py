@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from drafter.api import MAX_PROPOSALS, DraftSampling, Proposal
+from drafter.api import MAX_PROPOSALS, DraftSampling, Law, Proposal
 from drafter.errors import DrafterError
 
 # Fewer agree by chance. Over 1575 tokens of the demo's answers, two matched tokens propose in 21 % of cycles
@@ -67,6 +67,7 @@ class LookupDrafter:
 
     kind = "lookup"
     needs_stack = False
+    law: Law = "point"
 
     def __init__(self, capacity_tokens: int, *, min_match: int = MIN_MATCH) -> None:
         self._min_match = min_match

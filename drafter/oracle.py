@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from drafter.api import MAX_PROPOSALS, DraftSampling, Proposal
+from drafter.api import MAX_PROPOSALS, DraftSampling, Law, Proposal
 from drafter.errors import DrafterError
 
 
@@ -29,6 +29,7 @@ class OracleDrafter:
 
     kind = "oracle"
     needs_stack = False
+    law: Law = "point"
 
     def __init__(
         self, recorded: Sequence[int], vocab_size: int, *, error_rate: float = 0.0, seed: int = 0
