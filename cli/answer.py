@@ -9,18 +9,21 @@ Invariant: the concatenated pieces are the final text, and stdout carries nothin
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cli.console import Console, as_json_value, statistics_line
 from cli.engine_factory import EngineLike, Services, SessionLike
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel
-from cli.options import AnswerOptions, MemoryOptions
+from cli.options import AnswerOptions, DraftOptions, MemoryOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.plan import PlanRequest
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.engine.stats import GenerationStatistics
+
+
+NO_DRAFT = DraftOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Ask:
         prompt: the whole rendering, as tokens.
         starts_inside: the prompt ends inside a think block.
         max_tokens: most tokens of the answer, None for the rest of the context.
+        rule: how proposals are verified.
     """
 
     prompt: Sequence[int]
@@ -38,6 +42,7 @@ class Ask:
     params: "SamplingParams"
     stop_ids: tuple[int, ...]
     max_tokens: int | None
+    rule: Literal["auto", "coupled", "delta", "sampled"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ def play(session: SessionLike, ask: Ask, sink: Sink, interrupts: Interrupts) -> 
         max_tokens=ask.max_tokens,
         stop_ids=ask.stop_ids,
         cancelled=interrupts.was_pressed,
+        rule=ask.rule,
     )
     with interrupts.polled(), closing(cast("_Closable", events)):
         for event in events:
@@ -171,21 +177,21 @@ class _Closable(Protocol):
 
 @contextmanager
 def opened(
-    services: Services, model: FoundModel, memory: MemoryOptions, console: Console
+    services: Services, model: FoundModel, memory: MemoryOptions, draft: DraftOptions, console: Console
 ) -> Generator[EngineLike]:
     """Open an engine for the length of a block, with progress on the terminal."""
 
     def progress(stage: str, done: int, total: int) -> None:
         console.progress(f"loading {stage}", done, total, is_bytes=total > 1 << 20)
 
-    engine = services.open_engine(model.directory, plan_request(memory, model), progress)
+    engine = services.open_engine(model.directory, plan_request(memory, model, draft), progress)
     console.end_progress()
     with closing(engine):
         yield engine
 
 
-def plan_request(memory: MemoryOptions, model: FoundModel) -> "PlanRequest":
-    """Return what the memory flags ask of the plan; the demo streams unless a flag says otherwise."""
+def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions = NO_DRAFT) -> "PlanRequest":
+    """Return what the flags ask of the plan; the demo streams unless a flag says otherwise."""
     from mlx_flashnext.demo import DEMO_SLOTS
     from mlx_flashnext.engine.plan import PlanRequest
 
@@ -199,6 +205,8 @@ def plan_request(memory: MemoryOptions, model: FoundModel) -> "PlanRequest":
         prefill_step=memory.prefill_step_size,
         policy=memory.policy,
         num_readers=memory.readers,
+        draft=draft.draft,
+        num_draft_tokens=draft.num_draft_tokens,
     )
 
 
@@ -211,6 +219,9 @@ def show_end(
     elif answer.finish_reason == "length" and max_tokens is not None and console.err_is_terminal:
         console.note(f"note: stopped after --max-tokens {max_tokens}")
     wants = options.stats if options.stats is not None else console.err_is_terminal
+    draft = answer.statistics.draft
+    if draft.num_failures:
+        console.note(f"note: the {draft.drafter} drafter {draft.reason}; the answer is not affected")
     if wants:
         console.note(statistics_line(answer.statistics))
 

@@ -59,13 +59,26 @@ def statistics_line(statistics: "GenerationStatistics") -> str:
     decode = f"decode {statistics.output_tokens} tok"
     if statistics.decode_ns > 0:
         decode += f" {statistics.output_tokens / statistics.decode_ns * 1e9:.1f} tok/s"
-    if statistics.cycles and statistics.cycles != statistics.output_tokens:
-        decode += f", {statistics.output_tokens / statistics.cycles:.1f} tok/cycle"
+    decode += _draft_figures(statistics)
     reads = f"reads {size(statistics.read_bytes / max(1, statistics.output_tokens))}/tok"
     if statistics.hit_rate is not None:
         reads += f", hit {statistics.hit_rate * 100:.0f}%"
     reads += f", waited {statistics.exposed_wait_ns / 1e9:.1f} s"
     return " | ".join((prefill, decode, reads, f"peak {size(statistics.peak_bytes)}"))
+
+
+def _draft_figures(statistics: "GenerationStatistics") -> str:
+    """Return who proposed and with what success; or why nobody did, if somebody was asked to."""
+    draft = statistics.draft
+    if draft.drafter == "none":
+        return ""
+    figures = ""
+    if draft.num_proposed and statistics.acceptance_length is not None:
+        share = draft.num_accepted / draft.num_proposed
+        figures = f", draft {draft.used} {statistics.acceptance_length:.2f} tok/cycle, {share:.0%} accepted"
+    if draft.reason is not None:
+        figures += f", {'then ' if figures else ''}no draft: {draft.drafter} {draft.reason}"
+    return figures
 
 
 class Console:

@@ -16,7 +16,7 @@ from cli.engine_factory import EngineLike
 from cli.errors import INCOMPATIBLE, CommandError, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel
-from cli.options import AnswerOptions, SamplingOptions
+from cli.options import AnswerOptions, DraftOptions, SamplingOptions
 from cli.prompts import Message, PromptMaker
 from cli.sampling import stop_ids
 from cli.settings import expanded
@@ -43,6 +43,7 @@ class TurnSettings:
 
     params: "SamplingParams"
     sampling: SamplingOptions
+    draft: DraftOptions
     shown: AnswerOptions
 
 
@@ -110,6 +111,7 @@ class Conversation:
             params=self._settings.params,
             stop_ids=self._stop_ids,
             max_tokens=self._settings.sampling.max_tokens,
+            rule=self._settings.draft.draft_rule,
         )
         sink = TextSink(self._console, hide_reasoning=self._settings.shown.hide_reasoning)
         answer = play(self._session, ask, sink, interrupts)

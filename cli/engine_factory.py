@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from expert_store.source import ByteSource
@@ -44,6 +44,7 @@ class SessionLike(Protocol):
         stop_ids: Collection[int],
         stop_strings: Sequence[str] = (),
         cancelled: Callable[[], bool] = ...,
+        rule: Literal["auto", "coupled", "delta", "sampled"] = "auto",
     ) -> Iterator[Event]:
         """Answer a prompt, event by event."""
         ...

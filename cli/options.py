@@ -12,7 +12,7 @@ from cli.model_path import complete_model
 from cli.parse import parse_count, parse_json_object, parse_number, parse_size, parse_whole
 from cli.settings import MEMORY_VARIABLE, MODEL_VARIABLE
 
-_MEMORY, _SAMPLING, _PROMPT, _OUTPUT = "Memory", "Sampling", "Prompt", "Output"
+_MEMORY, _SAMPLING, _PROMPT, _DRAFT, _OUTPUT = "Memory", "Sampling", "Prompt", "Speculation", "Output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,42 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """Who proposes tokens that the model then verifies. Nothing here changes what the model says."""
+
+    draft: Annotated[
+        Literal["none", "lookup", "mtp", "auto"],
+        typer.Option(
+            "--draft",
+            metavar="DRAFTER",
+            help="none; lookup: what followed the same words before; mtp: the model's own next-token module; "
+            "auto: the best that is there.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = "none"
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            metavar="N",
+            help="Most tokens proposed at a time; fewer where fewer pay.",
+            parser=parse_count,
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+    draft_rule: Annotated[
+        Literal["auto", "coupled", "delta", "sampled"],
+        typer.Option(
+            "--draft-rule",
+            metavar="RULE",
+            help="How proposals are verified: auto, coupled, delta or sampled. Each keeps the model's "
+            "distribution; with coupled a seed gives the same text with every drafter.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,12 @@ class Drafter(Protocol):
 
     Attributes:
         kind: what it is called in statistics: `lookup`, `mtp`, `oracle`.
+        law: of its proposals.
         needs_stack: whether `observe` wants the target's stack rows.
     """
 
     kind: str
+    law: Law
     needs_stack: bool
 
     def max_proposals(self) -> int:

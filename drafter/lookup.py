@@ -66,6 +66,7 @@ class LookupDrafter:
     """
 
     kind = "lookup"
+    law: Law = "point"
     needs_stack = False
     law: Law = "point"
 

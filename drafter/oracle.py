@@ -28,6 +28,7 @@ class OracleDrafter:
     """
 
     kind = "oracle"
+    law: Law = "point"
     needs_stack = False
     law: Law = "point"
 

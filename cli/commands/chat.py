@@ -14,7 +14,14 @@ from cli.errors import INTERRUPTED, OK, describe
 from cli.interrupts import Interrupts
 from cli.line_input import LineInput
 from cli.model_path import FoundModel, find_model
-from cli.options import AnswerOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
+from cli.options import (
+    AnswerOptions,
+    DraftOptions,
+    MemoryOptions,
+    ModelOptions,
+    PromptOptions,
+    SamplingOptions,
+)
 from cli.prompts import PromptMaker, system_messages
 from cli.sampling import sampling_params
 from cli.transcript import read_transcript
@@ -27,6 +34,7 @@ def chat(
     prompting: PromptOptions,
     sampling: SamplingOptions,
     memory: MemoryOptions,
+    draft: DraftOptions,
     shown: AnswerOptions,
     resume: Annotated[
         Path | None,
@@ -43,9 +51,9 @@ def chat(
         transcript = None if resume is None else read_transcript(resume)
         system = system_messages(prompting)
         with PromptMaker(found.directory, prompting) as maker:
-            settings = TurnSettings(sampling_params(sampling, found.directory), sampling, shown)
+            settings = TurnSettings(sampling_params(sampling, found.directory), sampling, draft, shown)
             show_demo_notice(found, console)
-            with opened(services, found, memory, console) as engine:
+            with opened(services, found, memory, draft, console) as engine:
                 conversation = Conversation(engine, found, maker, console, settings, system)
                 if transcript is not None and resume is not None:
                     conversation.resume(transcript, resume)

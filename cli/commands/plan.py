@@ -10,7 +10,7 @@ from cli.console import Console, as_json_value, size
 from cli.engine_factory import Planned, Services
 from cli.errors import OK
 from cli.model_path import FoundModel, chosen_model
-from cli.options import MemoryOptions, ModelOptions
+from cli.options import DraftOptions, MemoryOptions, ModelOptions
 
 
 def plan(
@@ -18,6 +18,7 @@ def plan(
     console: Console,
     model: ModelOptions,
     memory: MemoryOptions,
+    draft: DraftOptions,
     target: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
     ] = None,
@@ -30,7 +31,7 @@ def plan(
     """
     services: Services = context.obj
     found = chosen_model(target, model.model)
-    planned = services.make_plan(found.directory, plan_request(memory, found))
+    planned = services.make_plan(found.directory, plan_request(memory, found, draft))
     if json:
         console.document(_report(found, planned))
         return OK

@@ -11,7 +11,14 @@ from cli.engine_factory import Services
 from cli.errors import INTERRUPTED, OK, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel, find_model
-from cli.options import AnswerOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
+from cli.options import (
+    AnswerOptions,
+    DraftOptions,
+    MemoryOptions,
+    ModelOptions,
+    PromptOptions,
+    SamplingOptions,
+)
 from cli.prompts import PromptMaker, read_prompt, system_messages
 from cli.sampling import sampling_params, sampling_report, stop_ids
 from mlx_flashnext.text.thinking import prompt_ends_inside
@@ -27,6 +34,7 @@ def run(
     prompting: PromptOptions,
     sampling: SamplingOptions,
     memory: MemoryOptions,
+    draft: DraftOptions,
     shown: AnswerOptions,
     words: Annotated[
         list[str] | None,
@@ -72,13 +80,14 @@ def run(
         # The template is asked before the model is loaded: what it refuses costs no loading.
         rendered, params = _prepare(found, prompting, sampling, text, raw=ignore_chat_template)
         show_demo_notice(found, console)
-        with opened(services, found, memory, console) as engine:
+        with opened(services, found, memory, draft, console) as engine:
             ask = Ask(
                 prompt=engine.tokenizer.encode(rendered),
                 starts_inside=prompt_ends_inside(rendered),
                 params=params,
                 stop_ids=stop_ids(sampling, engine.tokenizer),
                 max_tokens=sampling.max_tokens,
+                rule=draft.draft_rule,
             )
             start = {
                 "model": {"name": found.label, "digest": engine.checkpoint.digest},

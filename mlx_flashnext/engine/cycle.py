@@ -1,29 +1,34 @@
 """The main loop of flashnext: one cycle proposes, verifies and commits. READ THIS FIRST.
 
 A cycle verifies a block of B = k + 1 rows: the anchor, which is the last committed token and has not been
-through the target yet, and k proposals. Nothing proposes yet, so k = 0: the block is the anchor alone, the
-cycle commits one token, and that token is the next anchor. Speculation will lengthen the block, not add a
-second loop.
+through the target yet, and k proposals of a drafter. The target runs the whole block in one forward pass;
+verification keeps the a proposals that the target would have chosen itself and adds one token of the target's
+own, the correction or the bonus. Plain decode is k = 0: there is no second loop.
 
-    1  propose    nothing yet: the block is the anchor
+    1  propose    the drafter guesses what follows the anchor; the governor says how many tokens pay
     2  rows       n-gram rows of the block are issued: their ids depend on token ids alone
     3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute
-    4  verify     the sampler chooses from the last row's logits; reading its choice is the last wait
-    5  commit     the state has consumed the block; the chosen token is the next anchor
-    6  advance    the generation moves on: leases end, tickets of the past lose their owner
+    4  verify     accepted prefix and one token more; reading them is the last wait
+    5  admit      the answer may end inside the block: stop ids, stop strings
+    6  commit     everything the sequence carries moves to the last kept row, all or nothing
+    7  observe    the drafter sees the kept rows, and no others
+    8  advance    the generation moves on: leases end, tickets of the past lose their owner
 
-Waits for the device per cycle: one per streamed layer, plus one.
+Waits for the device per cycle: one per streamed layer, plus one, plus those of the drafter.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from expert_store.store import ExpertStore
+from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
 from mlx_flashnext.engine.sampler import Sampler
+from mlx_flashnext.engine.verify import verify
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
-from mlx_flashnext.model.host import HostSync, fence, to_host
-from mlx_flashnext.state import SequenceState
+from mlx_flashnext.model.host import HostSync, fence
+from mlx_flashnext.state import SequenceState, Snapshot
 
 
 @dataclass(slots=True)
@@ -43,6 +48,15 @@ class Target:
     sync: HostSync
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineSnapshot:
+    """A timeline as it was; see `Timeline.restore`."""
+
+    num_tokens: int
+    state: Snapshot
+    drafting: DraftSnapshot
+
+
 class Timeline:
     """One sequence in the making: what the state has consumed, the anchor, and the generation.
 
@@ -50,43 +64,71 @@ class Timeline:
         I2  `tokens` are exactly the tokens that `state` has consumed; the anchor is not among them.
     """
 
-    def __init__(self, target: Target, state: SequenceState, owner: int) -> None:
+    def __init__(self, target: Target, state: SequenceState, drafting: Drafting, owner: int) -> None:
         self.target = target
         self.state = state
+        self.drafting = drafting
         self.owner = owner
         self.tokens: list[int] = []
         self.generation = 0
 
-    def consume(self, chunk: Sequence[int]) -> None:
+    def consume(self, chunk: Sequence[int], next_token: int) -> None:
         """Run one prefill chunk: the same forward pass without proposing and verifying.
 
         Args:
             chunk: token ids; their logits are not computed.
+            next_token: the prompt's token after them.
         """
         self.target.experts.owner = self.owner
+        needs_stack = self.drafting.needs_stack
         with self.state.begin(len(chunk), revocable=False) as block:
             output = self.target.model.forward(chunk, block, logits="none")
             fence(self.target.sync, output.stack)
             block.commit()
-        self._commit(chunk)
+        self._advance(chunk)
+        self.drafting.observe(chunk, next_token, output.stack if needs_stack else None)
 
-    def cycle(self, anchor: int, sampler: Sampler) -> int:
-        """Run one cycle and return the token it commits, which is the next anchor.
+    def cycle(
+        self, anchor: int, sampler: Sampler, room: int, admit: Callable[[Sequence[int]], int]
+    ) -> tuple[int, ...]:
+        """Run one cycle and return the tokens it commits; the last of them is the next anchor.
 
         Args:
             anchor: the last committed token.
             sampler: chooses from the logits; it has seen every committed token, the anchor included.
+            room: most proposals that the answer's budget and context allow.
+            admit: told what verification kept, says how many of those the answer takes, at least one.
         """
-        self.target.experts.owner = self.owner
-        with self.state.begin(1) as block:
-            output = self.target.model.forward([anchor], block, logits="last")
+        began_ns = time.perf_counter_ns()
+        target, drafting = self.target, self.drafting
+        target.experts.owner = self.owner
+        proposal = drafting.propose(room, sampler)
+        tokens = [anchor, *proposal.tokens]
+        needs_stack = drafting.needs_stack
+        with self.state.begin(len(tokens)) as block:
+            output = target.model.forward(tokens, block, logits="all")
             assert output.logits is not None
-            token = int(to_host(self.target.sync, sampler.sample(output.logits.squeeze(0))))
-            block.commit()
-        self._commit([anchor])
-        return token
+            verdict = verify(output.logits, proposal, sampler, drafting.rule, target.sync)
+            kept = verdict.tokens[: admit(verdict.tokens)]
+            block.commit(len(kept))
+        self._advance(tokens[: len(kept)])
+        drafting.observe(tokens[: len(kept)], kept[-1], output.stack[: len(kept)] if needs_stack else None)
+        took_ns = time.perf_counter_ns() - began_ns
+        drafting.count(len(proposal.tokens), min(verdict.accepted, len(kept)), len(kept), took_ns)
+        return kept
 
-    def _commit(self, consumed: Sequence[int]) -> None:
+    def snapshot(self) -> TimelineSnapshot:
+        """Return references to everything as it is now."""
+        return TimelineSnapshot(len(self.tokens), self.state.snapshot(), self.drafting.snapshot())
+
+    def restore(self, snapshot: TimelineSnapshot) -> None:
+        """Go back to a snapshot of this timeline; later snapshots are void from then on."""
+        self.state.restore(snapshot.state)
+        self.drafting.restore(snapshot.drafting)
+        del self.tokens[snapshot.num_tokens :]
+        self._advance(())
+
+    def _advance(self, consumed: Sequence[int]) -> None:
         self.target.experts.device_idle()
         self.tokens.extend(consumed)
         self.generation += 1

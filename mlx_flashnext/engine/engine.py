@@ -13,19 +13,26 @@ from typing import Self
 
 import mlx.core as mx
 
+from drafter.api import Drafter
+from drafter.lookup import LookupDrafter
+from drafter.mtp import MtpDrafter
 from expert_store.rows import RowTable
 from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.cycle import Target, Timeline
+from mlx_flashnext.engine.cycle import Target, Timeline, TimelineSnapshot
+from mlx_flashnext.engine.drafting import Drafting
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
+from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
+from mlx_flashnext.engine.mtp_view import MtpView, open_mtp_view
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
-from mlx_flashnext.engine.sampler import Sampler, SamplingParams
+from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
+from mlx_flashnext.engine.verify import Asked
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
@@ -52,6 +59,7 @@ class Engine:
         tokenizer: Tokenizer,
         plan: Plan,
         target: Target,
+        mtp: MtpView | None,
         resources: contextlib.ExitStack,
     ) -> None:
         self.checkpoint = checkpoint
@@ -59,6 +67,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.plan = plan
         self.target = target
+        self._mtp = mtp
         self._resources = resources
         self._num_timelines = 0
         self._closed = False
@@ -97,13 +106,18 @@ class Engine:
         with contextlib.ExitStack() as resources:
             source = wrap_source(FileSource(checkpoint.table.files))
             resources.callback(source.close)
-            target = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
-            return cls(checkpoint, tokenizer, plan, target, resources.pop_all())
+            target, mtp = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
+            return cls(checkpoint, tokenizer, plan, target, mtp, resources.pop_all())
 
-    def session(self) -> "Session":
-        """Return a new, empty timeline."""
+    def session(self, drafter: Drafter | None = None, *, is_guarded: bool = True) -> "Session":
+        """Return a new, empty timeline.
+
+        Args:
+            drafter: who proposes, instead of the one that was planned; the session's own from now on.
+            is_guarded: False proposes as many tokens as may be, whether that pays or not.
+        """
         self.check_usable()
-        return Session(self)
+        return Session(self, drafter, is_guarded=is_guarded)
 
     def check_usable(self) -> None:
         """Raise EngineClosed after `close`, and WrongThread on any thread but the one that opened it."""
@@ -114,10 +128,20 @@ class Engine:
                 "The engine was opened on another thread", hint="open it on the thread that asks for answers"
             )
 
-    def new_timeline(self) -> Timeline:
+    def new_timeline(self, drafting: Drafting) -> Timeline:
         """Return an empty timeline with an owner id of its own, so that its generations start at nought."""
         self._num_timelines += 1
-        return Timeline(self.target, self.target.model.new_state(), owner=self._num_timelines)
+        return Timeline(self.target, self.target.model.new_state(), drafting, owner=self._num_timelines)
+
+    def new_drafting(self, drafter: Drafter | None, governor: Governor) -> Drafting:
+        """Return a drafter at work on an empty timeline: the given one, or one of the planned kind."""
+        if drafter is not None:
+            drafter.reset()
+        elif self.plan.draft == "lookup":
+            drafter = LookupDrafter(self.plan.context_tokens)
+        elif self._mtp is not None:
+            drafter = MtpDrafter(self._mtp)
+        return Drafting(drafter, governor, self.config.vocab_size)
 
     def close(self) -> None:
         """Join the reader threads and close the files. Safe to call twice."""
@@ -138,14 +162,15 @@ def _open_target(
     machine: Machine,
     resources: contextlib.ExitStack,
     progress: Progress,
-) -> Target:
+) -> tuple[Target, MtpView | None]:
     dtype = mx.bfloat16 if machine.compute_dtype == "bfloat16" else mx.float32
     weights = CheckpointWeights(
         checkpoint, source, compute_dtype=dtype, progress=lambda done, total: progress("trunk", done, total)
     )
-    slots = dict.fromkeys(checkpoint.experts, plan.slots_per_layer)
-    banks = SlotBanks(checkpoint.experts, slots)
-    records = {layer: layout.record for layer, layout in checkpoint.experts.items()}
+    layouts = checkpoint.expert_layouts(mtp=plan.draft == "mtp")
+    slots = dict.fromkeys(layouts, plan.slots_per_layer)
+    banks = SlotBanks(layouts, slots)
+    records = {layer: layout.record for layer, layout in layouts.items()}
     store = ExpertStore(records, source, banks, slots=slots, policy=plan.policy, num_readers=plan.num_readers)
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
@@ -161,23 +186,29 @@ def _open_target(
         sync,
         compute_dtype=dtype,
     )
+    mtp = None
+    if plan.draft == "mtp":
+        mtp = open_mtp_view(model, weights, experts, sync)
     weights.check_all_used()
     if plan.is_resident:
         experts.preload(tuple(slots), lambda done, total: progress("experts", done, total))
-    return Target(model, experts, store, sync)
+    return Target(model, experts, store, sync), mtp
 
 
 class Session:
-    """One conversation's timeline.
+    """One conversation's timeline, and snapshots of where its turns began.
 
     Invariants:
         I2  `tokens` are exactly what the state has consumed; after any error the state is dropped, never
             patched.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, drafter: Drafter | None, *, is_guarded: bool) -> None:
         self._engine = engine
+        self._drafter = drafter
+        self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
         self._timeline: Timeline | None = None
+        self._snapshots: list[TimelineSnapshot] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -187,6 +218,7 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self._timeline = None
+        self._snapshots.clear()
 
     def generate(
         self,
@@ -197,16 +229,21 @@ class Session:
         stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         cancelled: Callable[[], bool] = lambda: False,
+        rule: Asked = "auto",
+        processors: Sequence[LogitsProcessor] = (),
     ) -> Iterator[Event]:
         """Answer a prompt.
 
         Args:
-            prompt: the full rendering of the conversation; reused as far as the state has consumed it.
+            prompt: the full rendering of the conversation; reused as far as the state has consumed it, or
+                had consumed it where a turn began.
             params: sampling.
             max_tokens: most tokens of the answer; the rest of the context when None.
             stop_ids: ids that end the answer.
             stop_strings: texts that end the answer before them.
             cancelled: asked between cycles and prefill chunks; True ends the answer with the state valid.
+            rule: how proposals are verified; every rule leaves the target's distribution as it is.
+            processors: further changes of the logits; one that cannot look ahead stops speculation.
 
         Yields:
             Prefill progress, tokens, one `Finished`.
@@ -224,6 +261,8 @@ class Session:
         params.check_vocabulary(engine.config.vocab_size)
         engine.check_usable()
         timeline = self._timeline_for(prompt)
+        sampler = Sampler(params, prompt, processors)
+        timeline.drafting.begin_answer(prompt, len(timeline.tokens), rule, sampler)
         target = engine.target
         limits = Limits(
             max_tokens=plan.context_tokens if max_tokens is None else max_tokens,
@@ -236,10 +275,11 @@ class Session:
         events = generate(
             timeline,
             prompt,
-            Sampler(params, prompt),
+            sampler,
             engine.tokenizer.stream_decoder(),
             limits,
             Meter(target.store.statistics, target.sync),
+            lambda: self._keep_snapshot(timeline),
         )
         try:
             yield from events
@@ -250,23 +290,43 @@ class Session:
             raise
         except BaseException:
             target.experts.device_idle()
+            self._snapshots.clear()
             raise
         self._timeline = timeline
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
-        """Take the timeline to continue, or a fresh one: no state can be trimmed to a shorter prefix.
+        """Take the timeline to continue, from its end or from where a turn began, or a fresh one.
 
         While an answer runs its timeline is its own: an answer begun meanwhile must not write into it.
         """
         kept, self._timeline = self._timeline, None
-        if (
-            kept is not None
-            and len(kept.tokens) < len(prompt)
-            and list(prompt[: len(kept.tokens)]) == kept.tokens
-        ):
-            return kept
+        if kept is not None:
+            num_common = _common_prefix(prompt, kept.tokens)
+            if num_common == len(kept.tokens) < len(prompt):
+                return kept
+            # Strictly less than what is common: a drafter has seen the token after its last row.
+            while self._snapshots and self._snapshots[-1].num_tokens >= num_common:
+                self._snapshots.pop()
+            if self._snapshots:
+                kept.restore(self._snapshots[-1])
+                return kept
+        self._snapshots.clear()
         del kept  # free the old state before the new one grows
-        return self._engine.new_timeline()
+        drafting = self._engine.new_drafting(self._drafter, self._governor)
+        return self._engine.new_timeline(drafting)
+
+    def _keep_snapshot(self, timeline: Timeline) -> None:
+        """Keep the newest few; older turns are read again if a conversation goes back that far."""
+        self._snapshots.append(timeline.snapshot())
+        del self._snapshots[: -self._engine.plan.num_snapshots or None]
+
+
+def _common_prefix(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many leading tokens are the same."""
+    pairs = zip(prompt, tokens, strict=False)
+    return next(
+        (at for at, (left, right) in enumerate(pairs) if left != right), min(len(prompt), len(tokens))
+    )
 
 
 def _check_prompt(prompt: Sequence[int], plan: Plan) -> None:

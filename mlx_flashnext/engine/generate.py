@@ -61,6 +61,49 @@ class StopStrings:
         return next((size for size in range(longest, 0, -1) if self.held.endswith(stop[:size])), 0)
 
 
+class _Output:
+    """Committed tokens on their way to text: where the answer ends, and what may be shown.
+
+    Attributes:
+        reason: why the answer has ended, None while it has not.
+        pieces: tokens taken and the text that became final with each, since the last `shown`.
+        num_tokens: tokens taken.
+    """
+
+    def __init__(self, decoder: StreamDecoder, limits: Limits) -> None:
+        self._decoder = decoder
+        self._stop_ids = limits.stop_ids
+        self._stops = StopStrings(limits.stop_strings)
+        self.reason: FinishReason | None = None
+        self.pieces: list[Token] = []
+        self.num_tokens = 0
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Take tokens until one ends the answer; return how many were taken."""
+        for count, token in enumerate(tokens, start=1):
+            self.num_tokens += 1
+            if token in self._stop_ids:
+                self.reason = "stop"
+                self.pieces.append(Token(token, ""))
+                return count
+            text, is_stopped = self._stops.feed(self._decoder.feed(token))
+            self.pieces.append(Token(token, text))
+            if is_stopped:
+                self.reason = "stop"
+                self._decoder.flush()
+                return count
+        return len(tokens)
+
+    def shown(self) -> list[Token]:
+        """Return the pieces there are, and forget them."""
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
+    def tail(self) -> str:
+        """Return the text still held back, now that no token follows."""
+        return self._stops.feed(self._decoder.flush())[0] + self._stops.flush()
+
+
 def generate(
     timeline: Timeline,
     prompt: Sequence[int],
@@ -68,6 +111,7 @@ def generate(
     decoder: StreamDecoder,
     limits: Limits,
     meter: Meter,
+    at_boundary: Callable[[], None],
 ) -> Iterator[Event]:
     """Answer a prompt.
 
@@ -78,38 +122,33 @@ def generate(
         decoder: fresh.
         limits: where to end.
         meter: opened before the prefill; closed here.
+        at_boundary: called when the timeline stands where the next turn may come back to.
 
     Yields:
         Prefill progress, then tokens, then exactly one `Finished`.
     """
     meter.begin_prefill(len(prompt), len(timeline.tokens))
     yield PrefillProgress(len(timeline.tokens), len(prompt))
-    for done in prefill(timeline, prompt, limits.prefill_step, limits.cancelled):
+    for done in prefill(timeline, prompt, limits.prefill_step, limits.cancelled, at_boundary):
         yield PrefillProgress(done, len(prompt))
     meter.begin_decode()
-    stops, anchor, num_output = StopStrings(limits.stop_strings), prompt[-1], 0
-    is_whole = len(timeline.tokens) >= len(prompt) - 1
-    reason: FinishReason | None = None if is_whole else "cancelled"
-    tail = ""
+    output, anchor = _Output(decoder, limits), prompt[-1]
+    reason: FinishReason | None = None if len(timeline.tokens) >= len(prompt) - 1 else "cancelled"
     while reason is None:
+        rows_left = limits.context_tokens - len(timeline.tokens)
+        tokens_left = limits.max_tokens - output.num_tokens
         if limits.cancelled():
             reason = "cancelled"
-        elif num_output >= limits.max_tokens:
+        elif tokens_left < 1:
             reason = "length"
-        elif len(timeline.tokens) >= limits.context_tokens:
+        elif rows_left < 1:
             reason = "context"
-        if reason is not None:
-            tail = stops.feed(decoder.flush())[0] + stops.flush()
-            break
-        anchor = timeline.cycle(anchor, sampler)
-        num_output += 1
-        sampler.observe(anchor)
-        meter.count_cycle(1)
-        if anchor in limits.stop_ids:
-            reason, tail = "stop", stops.feed(decoder.flush())[0] + stops.flush()
-            yield Token(anchor, "")
-            break
-        text, stopped = stops.feed(decoder.feed(anchor))
-        reason = "stop" if stopped else None
-        yield Token(anchor, text)
-    yield Finished(reason or "stop", meter.finish(), tail)
+        else:
+            kept = timeline.cycle(anchor, sampler, min(tokens_left, rows_left) - 1, output.take)
+            for token in kept:
+                sampler.observe(token)
+            anchor = kept[-1]
+            meter.count_cycle(len(kept))
+            yield from output.shown()
+            reason = output.reason
+    yield Finished(reason, meter.finish(timeline.drafting.statistics()), output.tail())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from expert_store.stats import StoreStatistics
 from mlx_flashnext.engine.machine import peak_resident_bytes
-from mlx_flashnext.engine.stats import GenerationStatistics
+from mlx_flashnext.engine.stats import DraftStatistics, GenerationStatistics
 from mlx_flashnext.model.host import HostSync
 
 
@@ -48,8 +48,12 @@ class Meter:
         self._cycles += 1
         self._output_tokens += num_tokens
 
-    def finish(self) -> GenerationStatistics:
-        """Return the figures of the answer."""
+    def finish(self, draft: DraftStatistics) -> GenerationStatistics:
+        """Return the figures of the answer.
+
+        Args:
+            draft: what speculation did for it.
+        """
         now, then, start = self._statistics(), self._before_decode, self._before_prefill
         hits, misses = now.num_hits - then.num_hits, now.num_misses - then.num_misses
         return GenerationStatistics(
@@ -64,5 +68,6 @@ class Meter:
             hit_rate=hits / (hits + misses) if hits + misses else None,
             exposed_wait_ns=now.exposed_wait_ns - then.exposed_wait_ns,
             peak_bytes=peak_resident_bytes(),
+            draft=draft,
             num_syncs=self._sync.num_syncs - self._syncs_before_decode,
         )

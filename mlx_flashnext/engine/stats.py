@@ -1,6 +1,35 @@
 """What one answer cost, in the words of METRICS.md. Frozen snapshots; prefill and decode are never mixed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStatistics:
+    """What speculation did for one answer.
+
+    Attributes:
+        drafter: who was to propose.
+        used: who did; `none` if nobody ever proposed anything.
+        reason: why it stopped or never began; None if it was in use to the end.
+        rule: how proposals were verified.
+        num_cycles: cycles with at least one proposal.
+        num_proposed: tokens proposed.
+        num_accepted: of those, tokens the target agreed with.
+        accepted_by_slot: of every slot, in how many cycles its proposal was accepted.
+        proposed_by_slot: of every slot, in how many cycles there was a proposal.
+        num_failures: errors of the drafter.
+    """
+
+    drafter: str = "none"
+    used: str = "none"
+    reason: str | None = None
+    rule: str = "coupled"
+    num_cycles: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    accepted_by_slot: tuple[int, ...] = ()
+    proposed_by_slot: tuple[int, ...] = ()
+    num_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +51,7 @@ class GenerationStatistics:
             rows.
         peak_bytes: the largest resident size of the process so far.
         num_syncs: waits for the device while decoding.
+        draft: what speculation did.
     """
 
     prompt_tokens: int
@@ -36,3 +66,9 @@ class GenerationStatistics:
     exposed_wait_ns: int
     peak_bytes: int
     num_syncs: int
+    draft: DraftStatistics = field(default_factory=DraftStatistics)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Return tau: committed tokens per cycle, the bonus included; None without a cycle."""
+        return self.output_tokens / self.cycles if self.cycles else None

@@ -80,11 +80,16 @@ class ScriptedSession:
         stop_ids: Collection[int],
         stop_strings: Sequence[str] = (),
         cancelled: Callable[[], bool] = lambda: False,
+        rule: str = "auto",
     ) -> Iterator[Event]:
         engine, script = self.engine, self.engine.script
         engine.calls.append(
             SimpleNamespace(
-                prompt=list(prompt), params=params, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
+                prompt=list(prompt),
+                params=params,
+                max_tokens=max_tokens,
+                stop_ids=tuple(stop_ids),
+                rule=rule,
             )
         )
         if not prompt:

@@ -5,7 +5,7 @@ import pytest
 from cli import console as console_module
 from cli.console import Console, printable, size, statistics_line
 from cli.settings import wants_colour, wants_progress
-from mlx_flashnext.engine.stats import GenerationStatistics
+from mlx_flashnext.engine.stats import DraftStatistics, GenerationStatistics
 
 
 def statistics(**changes) -> GenerationStatistics:
@@ -31,9 +31,31 @@ def test_the_figures_of_an_answer():
         "prefill 812 tok 96.2 tok/s | decode 256 tok 11.3 tok/s | reads 8.1 MiB/tok, hit 91%, waited 0.8 s"
         " | peak 17.2 GiB"
     )
-    assert "3.4 tok/cycle" in statistics_line(statistics(cycles=75))
     assert "prefill 12 tok" in statistics_line(statistics(reused_tokens=800))
     assert "(+800 reused)" in statistics_line(statistics(reused_tokens=800))
+
+
+@pytest.mark.parametrize(
+    ("draft", "text"),
+    [
+        (DraftStatistics(), "11.3 tok/s | reads"),
+        (
+            DraftStatistics("mtp", "mtp", num_cycles=75, num_proposed=225, num_accepted=180),
+            "11.3 tok/s, draft mtp 3.41 tok/cycle, 80% accepted | reads",
+        ),
+        (
+            DraftStatistics("mtp", "mtp", "failed: E: x", num_cycles=9, num_proposed=20, num_accepted=5),
+            "11.3 tok/s, draft mtp 3.41 tok/cycle, 25% accepted, then no draft: mtp failed: E: x | reads",
+        ),
+        (
+            DraftStatistics("lookup", "none", "does not pay here"),
+            "11.3 tok/s, no draft: lookup does not pay here | reads",
+        ),
+    ],
+)
+def test_who_drafted_and_why_nobody_did_is_in_the_line(draft, text):
+    """Defect 33: what was asked for and what was used are two things."""
+    assert text in statistics_line(statistics(cycles=75, draft=draft))
 
 
 def test_figures_of_nothing_divide_by_nothing():

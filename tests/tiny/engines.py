@@ -12,10 +12,24 @@ from mlx_flashnext.engine.sampler import SamplingParams
 
 
 def open_tiny(
-    directory: Path, *, slots: int | None = None, context: int = 512, step: int | None = None
+    directory: Path,
+    *,
+    slots: int | None = None,
+    context: int = 512,
+    step: int | None = None,
+    draft: str | None = None,
+    draft_tokens: int | None = None,
+    snapshots: int = 4,
 ) -> Engine:
-    """Open a tiny checkpoint with a fixed number of slots."""
-    request = PlanRequest(context_tokens=context, slots_per_layer=slots, prefill_step=step)
+    """Open a tiny checkpoint with a fixed number of slots; draft tokens alone mean the test's own drafter."""
+    request = PlanRequest(
+        context_tokens=context,
+        slots_per_layer=slots,
+        prefill_step=step,
+        draft=draft or ("none" if draft_tokens is None else "oracle"),
+        num_draft_tokens=draft_tokens,
+        num_snapshots=snapshots,
+    )
     return Engine.open(directory, request)
 
 

@@ -1,0 +1,207 @@
+"""A drafter at work on one timeline: who proposes, who was dropped, and why. Entry point: `Drafting`.
+
+The answer never depends on anything here: a drafter that raises is dropped for the answer, counted, and
+named once; one that does not pay rests.
+
+Invariants:
+N1  A drafter in use has observed every row the timeline keeps, once and in order. One that was dropped or
+    rests has seen a gap: it comes back only by `reset`, which starts it with an empty context.
+N2  A proposal is checked before it is used: tokens of this vocabulary, no more than were asked for.
+
+Source: dflash2.md 4.2, 4.4.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from drafter.api import Drafter, Proposal
+from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.sampler import Sampler
+from mlx_flashnext.engine.stats import DraftStatistics
+from mlx_flashnext.engine.verify import Asked, Rule, check_proposal, draft_sampling, resolve_rule
+
+_log = logging.getLogger(__name__)
+
+NOTHING = Proposal(())
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSnapshot:
+    """The drafter's own snapshot, None if it has seen a gap; and the token it was told comes next."""
+
+    inner: object | None
+    next_token: int
+
+
+class Drafting:
+    """One timeline's drafter with its governor and its counts.
+
+    Not thread-safe; every call on the inference thread.
+
+    Args:
+        drafter: who proposes; None for plain decode.
+        governor: how many.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, drafter: Drafter | None, governor: Governor, vocab_size: int) -> None:
+        self._drafter = drafter
+        self._governor = governor
+        self._vocab_size = vocab_size
+        self._is_stale = False
+        self._next_token = -1
+        self._failure: str | None = None
+        self._refusal: str | None = None
+        self._num_failures = 0
+        self._by_slot: list[list[int]] = []
+        self._num_cycles = self._num_proposed = self._num_accepted = 0
+        self.rule: Rule = "coupled"
+
+    @property
+    def needs_stack(self) -> bool:
+        """Return whether the next rows' stacks will be looked at."""
+        return self._drafter is not None and self._drafter.needs_stack and self._is_watching
+
+    def begin_answer(self, prompt: Sequence[int], num_consumed: int, rule: Asked, sampler: Sampler) -> None:
+        """Start the counts of an answer, and bring back a drafter that was dropped in an earlier one.
+
+        Args:
+            prompt: of the answer.
+            num_consumed: tokens of it that the timeline has consumed; less than all.
+            rule: how proposals shall be verified.
+            sampler: of the answer; it may refuse blocks.
+
+        Raises:
+            InvalidRequest: there is no such rule.
+        """
+        law = self._drafter.law if self._drafter is not None else "point"
+        self.rule = resolve_rule(rule, sampler.params, law)
+        self._refusal = sampler.refusal if sampler.max_proposals < 1 else None
+        self._num_cycles = self._num_proposed = self._num_accepted = self._num_failures = 0
+        self._by_slot = []
+        self._failure = None
+        self._governor.begin_answer()
+        # What the drafter was told of the last row's successor must be what the prompt goes on with.
+        expected = self._next_token if num_consumed else prompt[0]
+        if self._drafter is not None and (self._is_stale or expected != prompt[num_consumed]):
+            self._wake(prompt[: num_consumed + 1])
+
+    def propose(self, room: int, sampler: Sampler) -> Proposal:
+        """Return what to verify behind the anchor; nothing if nothing pays or the drafter failed.
+
+        Args:
+            room: most proposals that budget and context allow.
+            sampler: how the target will choose.
+        """
+        drafter = self._drafter
+        if drafter is None or self._is_stale or self._refusal is not None:
+            return NOTHING
+        width = self._governor.width(min(room, drafter.max_proposals()))
+        if width < 1:
+            return NOTHING
+        try:
+            proposal = drafter.propose(width, draft_sampling(sampler, self.rule))
+            check_proposal(proposal, width, self._vocab_size)
+        except Exception as error:  # noqa: BLE001  whatever a drafter does wrong, the answer goes on
+            self._drop(error)
+            return NOTHING
+        return proposal
+
+    def observe(self, tokens: Sequence[int], next_token: int, stack_TGD: mx.array | None) -> None:
+        """Hand over rows that the timeline keeps.
+
+        Args:
+            tokens: of the rows.
+            next_token: the committed token after them.
+            stack_TGD: their stacks, if `needs_stack`.
+        """
+        self._next_token = next_token
+        if self._drafter is None:
+            return
+        if not self._is_watching:
+            self._is_stale = True
+            return
+        try:
+            self._drafter.observe(tokens, next_token, stack_TGD)
+        except Exception as error:  # noqa: BLE001  as in `propose`
+            self._drop(error)
+
+    def count(self, num_proposed: int, num_accepted: int, num_tokens: int, cycle_ns: int) -> None:
+        """Take note of a cycle that ended well."""
+        self._governor.count(num_proposed, num_accepted, num_tokens, cycle_ns)
+        if not num_proposed:
+            return
+        self._num_cycles += 1
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
+        while len(self._by_slot) < num_proposed:
+            self._by_slot.append([0, 0])
+        for slot in range(num_proposed):
+            self._by_slot[slot][0] += 1
+            self._by_slot[slot][1] += slot < num_accepted
+
+    def snapshot(self) -> DraftSnapshot:
+        """Return what `restore` needs to come back to this point."""
+        inner = None if self._drafter is None or self._is_stale else self._drafter.snapshot()
+        return DraftSnapshot(inner, self._next_token)
+
+    def restore(self, snapshot: DraftSnapshot) -> None:
+        """Go back with the timeline to where `snapshot` was taken."""
+        self._next_token = snapshot.next_token
+        self._is_stale = snapshot.inner is None
+        if self._drafter is None or snapshot.inner is None:
+            return
+        try:
+            self._drafter.restore(snapshot.inner)
+        except Exception as error:  # noqa: BLE001  as in `propose`
+            self._drop(error)
+
+    def statistics(self) -> DraftStatistics:
+        """Return the counts of the answer so far."""
+        drafter = "none" if self._drafter is None else self._drafter.kind
+        return DraftStatistics(
+            drafter=drafter,
+            used=drafter if self._num_cycles else "none",
+            reason=self._reason(),
+            rule=self.rule,
+            num_cycles=self._num_cycles,
+            num_proposed=self._num_proposed,
+            num_accepted=self._num_accepted,
+            proposed_by_slot=tuple(tried for tried, _ in self._by_slot),
+            accepted_by_slot=tuple(accepted for _, accepted in self._by_slot),
+            num_failures=self._num_failures,
+        )
+
+    @property
+    def _is_watching(self) -> bool:
+        """Whether rows are handed to the drafter: looking costs time, so one that may not propose rests."""
+        is_free = self._drafter is not None and not self._drafter.needs_stack
+        is_resting = self._governor.is_resting or self._governor.off_reason is not None
+        return not self._is_stale and self._refusal is None and (is_free or not is_resting)
+
+    def _reason(self) -> str | None:
+        if self._drafter is None:
+            return None
+        return self._failure or self._refusal or self._governor.verdict()
+
+    def _drop(self, error: Exception) -> None:
+        """Do without the drafter for the rest of the answer."""
+        assert self._drafter is not None
+        self._num_failures += 1
+        self._is_stale = True
+        self._failure = f"failed: {type(error).__name__}: {error}"
+        _log.warning("drafter %s %s", self._drafter.kind, self._failure)
+
+    def _wake(self, tokens: Sequence[int]) -> None:
+        """Start the drafter anew: with every token if that is all it looks at, else with an empty context."""
+        assert self._drafter is not None
+        try:
+            self._drafter.reset()
+            if not self._drafter.needs_stack and len(tokens) > 1:
+                self._drafter.observe(tokens[:-1], tokens[-1], None)
+            self._is_stale = False
+        except Exception as error:  # noqa: BLE001  as in `propose`
+            self._drop(error)

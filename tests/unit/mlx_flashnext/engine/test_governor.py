@@ -1,0 +1,124 @@
+"""The governor proposes what pays: bounded loss with a useless drafter, most of the gain with a good one."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mlx_flashnext.engine.governor import LARGEST_STEPS, WATCHED_CYCLES, Governor
+
+PLAIN_NS = 1_000_000
+
+
+def run(
+    governor: Governor,
+    num_tokens: int,
+    *,
+    cost: Callable[[int], float],
+    accept: float,
+    seed: int = 0,
+    noise: float = 0.1,
+) -> tuple[float, int]:
+    """Decode with a pretended drafter; return nanoseconds a token, in plain steps, and cycles that drafted.
+
+    Args:
+        governor: under test.
+        num_tokens: to commit.
+        cost: of a cycle with so many proposals, in plain steps.
+        accept: probability of each proposal, given those before it.
+        seed: of everything random.
+        noise: relative spread of the clock.
+    """
+    rng = random.Random(seed)
+    tokens, spent, drafted = 0, 0.0, 0
+    while tokens < num_tokens:
+        width = governor.width(num_tokens - tokens - 1)
+        accepted = 0
+        while accepted < width and rng.random() < accept:
+            accepted += 1
+        cycle_ns = int(PLAIN_NS * cost(width) * rng.lognormvariate(0, noise))
+        governor.count(width, accepted, accepted + 1, cycle_ns)
+        tokens += accepted + 1
+        spent += cycle_ns
+        drafted += width > 0
+    return spent / tokens / PLAIN_NS, drafted
+
+
+def linear(slope: float) -> Callable[[int], float]:
+    return lambda width: 1 + slope * width
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_does_not_pay_costs_less_than_three_percent(accept: float, seed: int) -> None:
+    governor = Governor(4)
+    rate, _ = run(governor, 1000, cost=linear(0.9), accept=accept, seed=seed)
+    plain, _ = run(Governor(0), 1000, cost=linear(0.9), accept=accept, seed=seed)
+    assert rate / plain < 1.03
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_unguarded_drafter_that_does_not_pay_costs_far_more(seed: int) -> None:
+    """The control of the test above: without the governor the same drafter doubles the time."""
+    rate, _ = run(Governor(4, is_guarded=False), 1000, cost=linear(0.9), accept=0.2, seed=seed)
+    assert rate > 2
+
+
+@pytest.mark.parametrize(("slope", "accept"), [(0.1, 0.8), (0.3, 0.9), (0.05, 0.5)])
+def test_most_of_what_can_be_gained_is_gained(slope: float, accept: float) -> None:
+    best = min(
+        run(Governor(k, is_guarded=False), 3000, cost=linear(slope), accept=accept)[0] for k in (1, 2, 3, 4)
+    )
+    rate, _ = run(Governor(4), 3000, cost=linear(slope), accept=accept)
+    assert rate < 1.08 * best
+
+
+def test_a_steep_cost_narrows_the_block() -> None:
+    """A verify cost with a cliff behind two rows: one proposal pays, four do not."""
+    governor = Governor(4)
+    rate, drafted = run(governor, 3000, cost=lambda width: 1.1 if width <= 1 else 3.5, accept=0.9)
+    assert drafted > 1000
+    assert rate < 0.7
+
+
+def test_a_drafter_that_stops_paying_is_switched_off_within_the_purse() -> None:
+    governor = Governor(4)
+    run(governor, 2000, cost=linear(0.1), accept=0.9)
+    _, drafted = run(governor, 2000, cost=linear(0.9), accept=0.3, seed=3)
+    assert drafted < 4 * LARGEST_STEPS
+
+
+def test_a_drafter_that_is_never_right_is_called_a_defect() -> None:
+    """G22: mean accepted below 0.05 over 64 cycles switches it off for the answer, and says so."""
+    governor = Governor(3)
+    governor.count(0, 0, 1, PLAIN_NS)
+    for _ in range(WATCHED_CYCLES - 1):
+        governor.count(3, 0, 1, PLAIN_NS // 2)
+    governor.count(0, 0, 1, PLAIN_NS)
+    assert governor.width(3) > 0
+    governor.count(3, 0, 1, PLAIN_NS // 2)
+    assert governor.width(3) == 0
+    assert governor.verdict() == "mean accepted 0.00 over 64 cycles"
+    governor.begin_answer()
+    assert governor.width(3) > 0
+
+
+def test_the_reason_names_what_was_measured() -> None:
+    governor = Governor(2)
+    governor.count(0, 0, 1, PLAIN_NS)
+    for _ in range(3):
+        governor.count(2, 0, 1, 3 * PLAIN_NS)
+    assert governor.width(2) == 0
+    assert governor.verdict() == (
+        "does not pay here: a cycle with 2 proposals costs 3.00 plain steps and commits 1.52 tokens"
+    )
+
+
+def test_room_bounds_the_width_and_the_first_cycles_are_plain() -> None:
+    governor = Governor(5)
+    assert governor.width(5) == 0
+    governor.count(0, 0, 1, PLAIN_NS)
+    assert governor.width(5) == 5
+    assert governor.width(2) == 2
+    assert governor.width(0) == 0
+    assert governor.width(-1) == 0
