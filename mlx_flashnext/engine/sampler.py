@@ -303,15 +303,19 @@ def filtered(logprobs_RV: mx.array, params: SamplingParams) -> mx.array:
         logprobs_RV: float32, every row normalised.
         params: the filters.
     """
-    if 0 < params.top_p < 1:
-        logprobs_RV = _top_p(logprobs_RV, params.top_p)
+    is_cut = 0 < params.top_k < logprobs_RV.shape[-1]
+    # What top-k leaves decides alone where top-p ends: all of the vocabulary is sorted only without top-k.
+    best_RK = mx.topk(logprobs_RV, params.top_k, axis=-1) if is_cut else logprobs_RV
+    floors: list[mx.array] = []
+    if is_cut:
+        floors.append(mx.min(best_RK, axis=-1, keepdims=True))
+    if 0 < params.top_p < 1 and best_RK.shape[-1] > 1:
+        floors.append(_top_p_floor(best_RK, params.top_p))
     if params.min_p > 0:
-        floor = mx.max(logprobs_RV, axis=-1, keepdims=True) + math.log(params.min_p)
-        logprobs_RV = mx.where(logprobs_RV < floor, -mx.inf, logprobs_RV)
-    if 0 < params.top_k < logprobs_RV.shape[-1]:
-        kth = mx.min(mx.topk(logprobs_RV, params.top_k, axis=-1), axis=-1, keepdims=True)
-        logprobs_RV = mx.where(logprobs_RV < kth, -mx.inf, logprobs_RV)
-    return logprobs_RV
+        floors.append(mx.max(best_RK, axis=-1, keepdims=True) + math.log(params.min_p))
+    for floor_R1 in floors[1:]:
+        floors[0] = mx.maximum(floors[0], floor_R1)
+    return mx.where(logprobs_RV < floors[0], -mx.inf, logprobs_RV) if floors else logprobs_RV
 
 
 def _through(processors: Sequence[LogitsProcessor], history: Sequence[int], logits_V: mx.array) -> mx.array:
@@ -320,15 +324,13 @@ def _through(processors: Sequence[LogitsProcessor], history: Sequence[int], logi
     return logits_V.astype(mx.float32)
 
 
-def _top_p(logprobs_RV: mx.array, top_p: float) -> mx.array:
-    ascending_RV = mx.sort(logprobs_RV, axis=-1)
-    probs_RV = mx.exp(ascending_RV)
-    mass_above_RV = mx.cumsum(probs_RV, axis=-1, reverse=True, inclusive=False)
-    total = mass_above_RV[:, :1] + probs_RV[:, :1]
+def _top_p_floor(best_RK: mx.array, top_p: float) -> mx.array:
+    """Return the least log-probability [R, 1] that top-p keeps, of the K best."""
+    ascending_RK = mx.sort(best_RK, axis=-1)
+    mass_above_RK = mx.cumsum(mx.exp(ascending_RK), axis=-1, reverse=True, inclusive=False)
     # The likeliest token has no mass above it and stays, even where top_p is nought in float32.
-    num_dropped = (mass_above_RV[:, :-1] >= top_p * total).sum(axis=-1, keepdims=True)
-    threshold = mx.take_along_axis(ascending_RV, num_dropped, axis=-1)
-    return mx.where(logprobs_RV < threshold, -mx.inf, logprobs_RV)
+    num_dropped_R1 = (mass_above_RK[:, :-1] >= top_p).sum(axis=-1, keepdims=True)
+    return mx.take_along_axis(ascending_RK, num_dropped_R1, axis=-1)
 
 
 def _require(condition: bool, rule: str, value: object) -> None:
