@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_flashnext.config import ModelConfig
+from mlx_flashnext.errors import StateError
 from mlx_flashnext.layer_state import QsaState
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperRead
@@ -83,8 +84,8 @@ class MtpCell:
             completes the state too.
 
         Raises:
-            StateError: Stacks, tokens and the block's rows differ in number, or the block is closed or was
-                run before.
+            StateError: Stacks, tokens and the block's rows differ in number, a stack is not whole, or the
+                block is closed or was run before.
         """
         stack_TGD = self._enter(stack_TGD, next_tokens, block)
         stack_TGD, staged = self._layer(
@@ -113,7 +114,12 @@ class MtpCell:
         """Return the stack that enters the layer: every position's own, and the token after it."""
         T = len(next_tokens)
         block.check_rows(T)
-        block.check_rows(stack_TGD.shape[0])
+        shape = (T, self.config.hc_count, self.config.hidden_size)
+        if stack_TGD.shape != shape:
+            raise StateError(
+                f"A stack of {stack_TGD.shape} for cells that read {shape}",
+                hint="give every stream of every position, not what the mixer makes of them",
+            )
         ids_T = next_tokens if isinstance(next_tokens, mx.array) else mx.array(list(next_tokens), mx.int32)
         token_TD = self._fc_embedding(self._embed_norm(self._embed(ids_T)))
         unit_TGD = self._stack_norm(stack_TGD.reshape(T, -1)).reshape(stack_TGD.shape)
