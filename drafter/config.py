@@ -156,13 +156,6 @@ def num_parameters(config: DraftConfig) -> int:
     return config.num_layers * layer + outside
 
 
-def context_rows(config: DraftConfig, context_tokens: int, slack: int = RING_SLACK) -> int:
-    """Return the most fused rows that a sequence of `context_tokens` keeps."""
-    if not config.all_slide or config.window is None:
-        return context_tokens
-    return min(context_tokens, config.window - 1 + slack)
-
-
 def context_bytes(config: DraftConfig, context_tokens: int, itemsize: int, slack: int = RING_SLACK) -> int:
     """Return the most bytes that the context of one sequence takes: every ring, fused rows, one snapshot.
 
@@ -177,8 +170,9 @@ def context_bytes(config: DraftConfig, context_tokens: int, itemsize: int, slack
     for kind in config.layer_types:
         is_ring = kind == SLIDING and config.window is not None
         rings += row * (config.window - 1 + slack if is_ring and config.window else context_tokens)
-    fused = context_rows(config, context_tokens, slack) * (config.hidden_size * itemsize)
-    return rings + 2 * fused
+    rows = config.window - 1 + slack if config.all_slide and config.window else context_tokens
+    fused = rows * (2 * config.hidden_size * itemsize + _POSITION_BYTES)
+    return rings + fused
 
 
 _POSITION_BYTES = 4

@@ -62,15 +62,15 @@ class ContextRing:
         self._shapes, self._dtype = shapes, dtype
         self._window, self._most = window, capacity
         self.end = 0
-        self._first = 0
-        self._filled = 0
+        self._first = 0  # position of place 0 where all rows are kept
         places = capacity if window is not None and capacity is not None else 0
         self._arrays = [self._zeros(shape, places) for shape in shapes]
         self._positions = np.full(places, _NONE, np.int32)
 
     def reset(self, end: int = 0) -> None:
         """Forget every row; the next one is at `end`."""
-        self.end, self._first, self._filled = end, end, 0
+        self.end = end
+        self._first = end if self._window is None else 0
         self._positions[:] = _NONE
 
     def append(self, rows: tuple[mx.array, ...], start: int) -> None:
@@ -95,7 +95,6 @@ class ContextRing:
             for array, row in zip(self._arrays, rows, strict=True):
                 array[..., place : place + run, :] = row[..., source : source + run, :]
             self._positions[place : place + run] = np.arange(first + done, first + done + run, dtype=np.int32)
-            self._filled = max(self._filled, place + run)
             done += run
         self.end = start + num_rows
 
@@ -118,8 +117,12 @@ class ContextRing:
         return to if np.isin(needed, self._positions).all() else oldest
 
     def view(self) -> tuple[tuple[mx.array, ...], NDArray[np.int32]]:
-        """Return the arrays [..., S, d] and the position of every place, -1 where there is none."""
-        used = self._filled
+        """Return the arrays [..., S, d] and the position of every place, -1 where there is none.
+
+        A ring shows every place, filled or not: what is added up, and in which order, is then the same
+        however its rows came, so that proposals are too, to the bit.
+        """
+        used = len(self._positions) if self._window is not None else self.end - self._first
         return tuple(array[..., :used, :] for array in self._arrays), self._positions[:used].copy()
 
     def arrays(self) -> list[mx.array]:

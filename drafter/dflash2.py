@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from drafter.api import DraftSampling, Draw, FeatureRequest, HeadView, Proposal
+from drafter.api import MAX_PROPOSALS, DraftSampling, Draw, FeatureRequest, HeadView, Law, Proposal
 from drafter.block import hidden_states
 from drafter.config import RING_SLACK, DraftConfig
 from drafter.context import ContextSnapshot, DraftContext
@@ -82,6 +82,8 @@ class Dflash2Drafter:
         digest: of the draft's files; snapshots carry it.
 
     Attributes:
+        kind: `dflash` or `dflash2`.
+        law: of its proposals, where the target is sampled.
         feature_request: what `observe` wants of the target.
         counts: of the session, over all sequences.
     """
@@ -101,6 +103,7 @@ class Dflash2Drafter:
         digest: str = "",
     ) -> None:
         self.kind: str = config.family
+        self.law: Law = "rows" if config.has_selector and not _is_greedy(options) else "point"
         self.counts = LiveCounts()
         self._params, self._config, self._target, self._draw = params, config, target, draw
         self._dtype, self._digest = dtype, digest
@@ -119,7 +122,7 @@ class Dflash2Drafter:
 
     def max_proposals(self) -> int:
         """Return the most tokens that one proposal may have."""
-        return self._config.max_proposals
+        return min(self._config.max_proposals, MAX_PROPOSALS)
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -297,6 +300,11 @@ class Dflash2Drafter:
             num_accepted=counts.num_accepted + min(num_accepted, self._num_pending),
         )
         self._num_pending = 0
+
+
+def _is_greedy(options: Dflash2Options | None) -> bool:
+    """Return whether proposals are never drawn, whatever the target does."""
+    return options is not None and options.temperature is not None and options.temperature < GREEDY_BELOW
 
 
 def _is_broken(*values: mx.array) -> mx.array:
