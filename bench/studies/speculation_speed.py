@@ -31,7 +31,7 @@ from mlx_flashnext.engine.engine import Engine, Session
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import Sampler, SamplingParams
-from mlx_flashnext.model.host import to_host
+from mlx_flashnext.model.host import fence, to_host
 
 GREEDY = SamplingParams(temperature=0.0)
 WIDTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -143,11 +143,10 @@ def bare(options: argparse.Namespace) -> dict[str, object]:
             target, sampler = engine.target, Sampler(GREEDY, prompt)
             state, token, tokens = target.model.new_state(), prompt[-1], []
             with state.begin(len(prompt) - 1, revocable=False) as block:
-                target.model.forward(prompt[:-1], block, logits="none")
+                fence(target.sync, target.model.forward(prompt[:-1], block, logits="none").stack)
                 block.commit()
-            began = 0
+            began = time.perf_counter_ns()
             for _ in range(options.tokens):
-                began = began or time.perf_counter_ns()
                 with state.begin(1) as block:
                     logits = target.model.forward([token], block, logits="last").logits
                     assert logits is not None

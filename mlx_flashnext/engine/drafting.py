@@ -131,6 +131,8 @@ class Drafting:
 
     def count(self, num_proposed: int, num_accepted: int, num_tokens: int, cycle_ns: int) -> None:
         """Take note of a cycle that ended well."""
+        if self._drafter is None:
+            return
         self._governor.count(num_proposed, num_accepted, num_tokens, cycle_ns)
         if not num_proposed:
             return

@@ -161,14 +161,14 @@ class Governor:
         return [(self._survived[slot] + 1) / (self._tried[slot] + 1) for slot in range(most)]
 
     def _cost_ns(self, width: int) -> float | None:
-        """Return what a cycle of a width costs, a line through the nearest measured widths if unmeasured."""
-        measured = {each: median(values) for each, values in self._cycle_ns.items()}
-        if width in measured:
-            return measured[width]
-        if 0 not in measured:
+        """Return what a cycle of a width costs, a line through the nearest measured width if unmeasured."""
+        if width in self._cycle_ns:
+            return median(self._cycle_ns[width])
+        if 0 not in self._cycle_ns:
             return None
-        others = [each for each in measured if each]
+        plain_ns = median(self._cycle_ns[0])
+        others = [each for each in self._cycle_ns if each]
         if not others:
-            return measured[0]
+            return plain_ns
         nearest = min(others, key=lambda each: abs(each - width))
-        return measured[0] + (measured[nearest] - measured[0]) * width / nearest
+        return plain_ns + (median(self._cycle_ns[nearest]) - plain_ns) * width / nearest

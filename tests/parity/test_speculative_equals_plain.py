@@ -317,3 +317,38 @@ def test_a_drafter_sees_every_kept_row_once_and_no_other(tiny_dir: Path, error_r
         answer(engine.session(drafter, is_guarded=False), prompt, GREEDY)
         assert drafter.rows == [*prompt, *expected.tokens[:-1]]
         assert drafter.anchor == expected.tokens[-1]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("slots", [5, 16])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_checkpoints_own_module_gives_the_same_tokens_and_state(
+    tiny_dir: Path, sampling: str, slots: int, width: int
+) -> None:
+    params, prompt = SAMPLINGS[sampling], prompt_of(30)
+    with open_tiny(tiny_dir, slots=slots, step=7) as engine:
+        expected, before = plain(engine, prompt, params)
+        with open_tiny(tiny_dir, slots=slots, step=7, draft="mtp", draft_tokens=width) as drafting:
+            session = drafting.session(is_guarded=False)
+            got = answer(session, prompt, params, rule="coupled")
+            assert (got.tokens, got.text) == (expected.tokens, expected.text)
+            assert_same_state(session, before)
+            draft = got.end.statistics.draft
+            assert (draft.drafter, draft.used, draft.reason) == ("mtp", "mtp", None)
+            assert draft.num_proposed >= NUM_TOKENS // (width + 1) * width
+
+
+@pytest.mark.parametrize("length", range(40, 48))
+def test_the_module_goes_on_after_a_prefix_hit_as_if_it_had_seen_all(tiny_dir: Path, length: int) -> None:
+    """P33, defects 12 and 16: its proposals after a reused prefix are those after a fresh run."""
+    prompt = prompt_of(length)
+    with open_tiny(tiny_dir, slots=6, draft="mtp", draft_tokens=3) as engine:
+        session = engine.session(is_guarded=False)
+        first = answer(session, prompt, GREEDY, max_tokens=8)
+        second = [*prompt[: length - 5], *first.tokens[3:], *prompt_of(21, seed=9)]
+        fresh = engine.session(is_guarded=False)
+        expected = answer(fresh, second, GREEDY)
+        again = answer(session, second, GREEDY)
+        assert again.end.statistics.reused_tokens > 0
+        assert again.tokens == expected.tokens
+        assert again.end.statistics.draft == expected.end.statistics.draft

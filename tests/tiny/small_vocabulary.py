@@ -17,6 +17,7 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.streams import draw_draft
 from tests.tiny.checkpoints import build_hf
+from tests.tiny.stepping import advance
 
 VOCAB = 12
 END = VOCAB - 1
@@ -52,14 +53,10 @@ def target_law(engine: Engine, prompt: Sequence[int], params: SamplingParams, de
     """
 
     def logits_after(said: tuple[int, ...]) -> np.ndarray:
-        *before, last = *prompt, *said
-        timeline = engine.new_timeline()
-        if before:
-            timeline.consume(before)
-        with timeline.state.begin(1) as block:
-            output = engine.target.model.forward([last], block, logits="last")
-            assert output.logits is not None
-            logits = np.array(output.logits.astype(mx.float32)).reshape(-1)
+        model = engine.target.model
+        output = advance(model, [*prompt, *said], model.new_state(), logits="last")
+        assert output.logits is not None
+        logits = np.array(output.logits.astype(mx.float32)).reshape(-1)
         engine.target.experts.device_idle()
         return logits
 
