@@ -1,8 +1,8 @@
 """A draft directory as the gate and the loader want it: listed from headers, digested, read tensor by tensor.
 
-Entry point: `open_draft`. The gate (`drafter/compat.py`) opens nothing itself and `drafter` knows no files: this
-is where the two meet. Headers, links and file identity are held to the rules of the expert store: a file that was
-replaced after it was listed stops the load.
+Entry point: `open_draft`. The gate (`drafter/compat.py`) opens nothing itself and `drafter` knows no files:
+this is where the two meet. Headers, links and file identity are held to the rules of the expert store: a file
+that was replaced after it was listed stops the load.
 
 Source: dflash2.md 7 (cheap digests).
 """
