@@ -577,7 +577,8 @@ def draft_tensors(config: Any) -> dict[str, TensorFacts]:
     return {name: TensorFacts("BF16", shape) for name, shape in expected_tensors(config).items()}
 
 
-FORMATS = (pathlib.Path(__file__).parents[3] / "docs/FORMATS.md").read_text()
+ROOT = pathlib.Path(__file__).parents[3]
+FORMATS = (ROOT / "docs/FORMATS.md").read_text()
 
 
 @pytest.mark.parametrize(("module", "example"), [(contract_module, CONTRACT), (calibration, RECORD)])
@@ -595,3 +596,15 @@ def test_the_formats_page_lists_every_field(module: Any, example: dict[str, Any]
 def test_the_formats_page_lists_every_code() -> None:
     rows = re.findall(r"^\| (G\d\d) \|", FORMATS, flags=re.MULTILINE)
     assert rows == [f"G{number:02}" for number in range(25)]
+
+
+def test_every_test_that_the_table_of_defects_names_exists() -> None:
+    section = (ROOT / "docs/SPECULATION.md").read_text().split("## DFlash and DFlash2 drafts")[1]
+    section = section.split("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", section)
+    assert len(named) > 20
+    for file, name in named:
+        (path,) = [*ROOT.glob(file)] or [*(ROOT / "tests").rglob(file)]
+        assert f"def {name}(" in path.read_text(), (file, name)
+    rows = {int(number) for number in re.findall(r"^\| (\d+) \|", section, flags=re.MULTILINE)}
+    assert rows == {*range(1, 20), *range(23, 31), 36, 37, 38, 42}
