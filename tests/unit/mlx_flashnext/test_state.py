@@ -11,10 +11,11 @@ import pytest
 
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.errors import StateError
-from mlx_flashnext.geometry import forward_workspace_bytes, state_bytes
+from mlx_flashnext.geometry import block_bytes, forward_workspace_bytes, state_bytes
+from mlx_flashnext.layer_state import QsaState
 from mlx_flashnext.state import MtpState, SequenceState
 from tests.tiny.checkpoints import build_hf
-from tests.tiny.stepping import advance
+from tests.tiny.stepping import advance, advance_cut
 from tests.tiny.weights import TinyModel
 
 TOKENS = [(5 * i * i + i) % 118 for i in range(60)]
@@ -137,6 +138,124 @@ def test_a_step_updates_key_buffers_in_place(tiny: TinyModel) -> None:
     logits(tiny, [5], state)
     # A copy of the keys or of the values alone would add almost half.
     assert mx.get_peak_memory() - before < 1.2 * state.num_bytes()
+
+
+def test_blocks_kept_cut_and_rolled_back_update_key_buffers_in_place(tiny: TinyModel) -> None:
+    """A copy of a long cache per step is what a transaction must never cost: not even after a snapshot."""
+    state = tiny.model.new_state(40_000)
+    logits(tiny, TOKENS, state)
+    remembered = state.snapshot()
+    buffers = [layer.keys for layer in state.layers if isinstance(layer, QsaState)]
+    for kept in (5, 2, 0, 1, 5):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        with state.begin(5) as block:
+            out = tiny.model.forward(TOKENS[:5], block, logits="all").logits
+            mx.eval(out)
+            if kept:
+                block.commit(kept)
+        del out, block
+        mx.eval(state.arrays())
+        # The keys or the values alone of one layer are half of what a copy would add.
+        assert mx.get_peak_memory() - before < buffers[0].array.nbytes / 2, kept
+    state.restore(remembered)
+    assert all(old is new.keys for old, new in zip(buffers, qsa_layers(state), strict=True))
+
+
+def qsa_layers(state: SequenceState) -> list[QsaState]:
+    return [layer for layer in state.layers if isinstance(layer, QsaState)]
+
+
+@pytest.mark.parametrize("capacity", [512, 40_000])
+def test_a_cut_costs_the_same_at_any_context(tiny: TinyModel, capacity: int) -> None:
+    state = tiny.model.new_state(capacity)
+    logits(tiny, TOKENS, state)
+    with state.begin(7) as block:
+        mx.eval(tiny.model.forward(TOKENS[:7], block).logits)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        block.commit(3)
+        mx.eval(state.arrays())
+    # Less than the keys of 512 tokens, whatever the buffers hold.
+    assert mx.get_peak_memory() - before < 3 * block_bytes(tiny.config, 7, 4, revocable=True)
+
+
+@pytest.mark.parametrize(("rows", "revocable"), [(1, True), (40, False), (2, True), (4, True), (9, True)])
+def test_a_block_holds_what_is_planned_for_it(tiny: TinyModel, rows: int, revocable: bool) -> None:
+    state = tiny.model.new_state(128)
+    logits(tiny, TOKENS[:20], state)
+    before = mx.get_active_memory()
+    with state.begin(rows, revocable=revocable) as block:
+        mx.eval(tiny.model.forward(TOKENS[:rows], block, logits="none").stack)
+        held = mx.get_active_memory() - before
+        planned = block_bytes(tiny.config, rows, 4, revocable=revocable)
+        # Arrays take whole pages.
+        assert held <= planned + 32 * 1024
+        assert held >= 0.8 * planned
+        del block
+    assert mx.get_active_memory() - before < 32 * 1024
+
+
+def test_a_block_of_one_row_keeps_no_journal(tiny: TinyModel) -> None:
+    """Plain decoding is a block of one row: it pays nothing for being revocable."""
+    state = tiny.model.new_state()
+    for rows, revocable in ((1, True), (5, False)):
+        with state.begin(rows, revocable=revocable) as block:
+            tiny.model.forward(TOKENS[:rows], block)
+            assert block._layers is not None
+            assert block._ple is not None
+            assert [each.journal for each in (*block._layers, block._ple)] == [None] * 5
+            with mock.patch.object(mx, "async_eval", side_effect=AssertionError):
+                block.commit()
+
+
+@pytest.mark.parametrize("rows", [0, 6, -1])
+def test_a_number_of_rows_that_cannot_be_kept_is_refused_and_the_block_stays_open(
+    tiny: TinyModel, rows: int
+) -> None:
+    state = tiny.model.new_state()
+    with state.begin(5) as block:
+        tiny.model.forward(TOKENS[:5], block)
+        with pytest.raises(StateError, match=f"{rows} rows of a block of 5"):
+            block.commit(rows)
+        block.commit(5)
+    assert state.num_tokens == 5
+
+
+def test_a_block_is_run_once_and_closed_once(tiny: TinyModel) -> None:
+    state = tiny.model.new_state()
+    block = state.begin(3)
+    with pytest.raises(StateError, match="not been run"):
+        block.commit()
+    with pytest.raises(StateError, match="2 rows for a block of 3"):
+        tiny.model.forward(TOKENS[:2], block)
+    tiny.model.forward(TOKENS[:3], block)
+    with pytest.raises(StateError, match="has been run"):
+        tiny.model.forward(TOKENS[:3], block)
+    block.commit(2)
+    assert not block.is_open
+    for act in (block.commit, lambda: tiny.model.forward(TOKENS[:3], block)):
+        with pytest.raises(StateError, match="closed"):
+            act()
+    block.rollback()
+    assert state.num_tokens == 2
+    with state.begin(2) as block:
+        tiny.model.forward(TOKENS[2:4], block)
+    with pytest.raises(StateError, match="closed"):
+        block.commit()
+    assert state.num_tokens == 2
+
+
+def test_a_snapshot_is_forgotten_with_its_last_reference(tiny: TinyModel) -> None:
+    """Going back once a cycle, as a drafter does, must not leave anything behind."""
+    state = tiny.model.new_state()
+    for token in TOKENS[:20]:
+        kept = state.snapshot()
+        advance_cut(tiny.model, [token, 9], state, 1)
+        state.restore(kept)
+        advance(tiny.model, [token], state)
+    assert len(state._snapshots) == 1
+    assert state.num_tokens == 20
 
 
 def test_one_wait_for_the_logits_completes_the_state(tiny: TinyModel) -> None:
