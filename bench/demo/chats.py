@@ -120,11 +120,11 @@ REPEAT = ["Repeat after me: {x}.", "Say this: {x}.", "Please repeat: {x}.", "Rep
 
 
 def _content(rng: random.Random) -> str:
-    """Return two to seven random words, names and numbers."""
+    """Return two to twelve random words, names and numbers."""
     pools = (WORDS, [p.name for p in PEOPLE], [str(n) for n in range(1, 100)])
-    kinds = rng.choice([(0,), (1,), (2,), (0, 1, 2)])
+    kinds = rng.choice([(0,), (0,), (1,), (1,), (2,), (0, 1, 2)])
     joint = rng.choice([" ", ", "])
-    return joint.join(rng.choice(pools[rng.choice(kinds)]) for _ in range(rng.randint(2, 7)))
+    return joint.join(rng.choice(pools[rng.choice(kinds)]) for _ in range(rng.randint(2, 12)))
 
 
 def copying(rng: random.Random) -> tuple[str, list[Turn]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from . import chats, code, stories, sums
 
 GENRES = ("sums", "code", "stories", "chat")
-SHARES = (44, 27, 15, 14)
-COPYING_SHARE = 0.43  # of the chat documents: 6 % of all
+SHARES = (37, 21, 12, 30)
+COPYING_SHARE = 0.8  # of the chat documents: 24 % of all
 NO_THINKING_SHARE = 0.15
 SYSTEMS = [
     "You are a helpful assistant.",

@@ -1,9 +1,9 @@
 """Worded sums of one to three steps: question, written-out reasoning and answer, from templates written here.
 
-Only + and -; every operand, also a result that is worked on, is below 100.  The reasoning begins with the
-plan, the question's numbers in the question's order ("17 + 25 - 8."), and then works out every step digit by
-digit in one fixed form.  So a small model can learn to read, to copy and to add columns instead of a table.
-Reasoning and answer follow from the question alone.
+Only + and -; every operand, also a result that is worked on, is below 100.  The reasoning begins with what is
+counted and the plan, the question's numbers in the question's order ("The apples of Tom: 17 + 25 - 8."), and
+then works out every step digit by digit in one fixed form.  So a small model can learn to read, to copy and
+to add columns instead of a table.  Reasoning and answer follow from the question alone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ Pair = tuple[int, str, int]
 
 @dataclass
 class Sum:
-    """One problem: its `pairs` are the steps in order, `conclusion` the last sentence of the answer."""
+    """One problem: `pairs` are the steps in order, `subject` says what is counted, `conclusion` how many."""
 
     question: str
     pairs: list[Pair]
     conclusion: str
+    subject: str = ""
 
     @property
     def value(self) -> int:
@@ -41,8 +42,9 @@ class Sum:
         return f"{self.pairs[0][0]}{rest}."
 
     def work(self) -> str:
-        """Return the plan and every step worked out."""
-        return " ".join([self.plan(), *(WORK[op](a, b) for a, op, b in self.pairs)])
+        """Return what is counted, the plan, and every step worked out."""
+        plan = f"{self.subject}: {self.plan()}" if self.subject else self.plan()
+        return " ".join([plan, *(WORK[op](a, b) for a, op, b in self.pairs)])
 
     def thinking(self) -> str:
         """Return the reasoning text."""
@@ -229,6 +231,7 @@ def chain(rng: random.Random, num_steps: int) -> Sum:
         f"{text} {rng.choice(asks).format(**f)}",
         pairs,
         one(f"{f['N']} has {value} {f['it']}.", value, f),
+        f"The {f['it']} of {f['N']}",
     )
 
 
@@ -244,7 +247,7 @@ def compare(rng: random.Random) -> Sum:
                 "{N} has {a} {it}. {M} has {b} {it}. How many {it} do they have in total?",
             ]
         ).format(a=a, b=b, **f)
-        return Sum(text, [(a, "+", b)], f"Together they have {a + b} {f['it']}.")
+        return Sum(text, [(a, "+", b)], f"Together they have {a + b} {f['it']}.", f"The {f['it']} together")
     a, b = max(a, b) + (a == b), min(a, b)
     a = min(a, 99)
     if a == b:
@@ -255,7 +258,9 @@ def compare(rng: random.Random) -> Sum:
             "{N} has {a} {it} and {M} has {b} {it}. How many more {it} does {N} have than {M}?",
         ]
     ).format(a=a, b=b, **f)
-    return Sum(text, [(a, "-", b)], one(f"{f['N']} has {a - b} more {f['it']}.", a - b, f))
+    noun = f["one"] if a - b == 1 else f["it"]
+    conclusion = f"{f['N']} has {a - b} more {noun}."
+    return Sum(text, [(a, "-", b)], conclusion, f"The {f['it']} of {f['N']}")
 
 
 def two_people(rng: random.Random) -> Sum:
@@ -268,6 +273,7 @@ def two_people(rng: random.Random) -> Sum:
         text.format(a=a, b=b, **f),
         [(a, "+", b), (a + b, "+", a)],
         f"Together they have {a + b + a} {f['it']}.",
+        f"The {f['it']} together",
     )
 
 
@@ -283,7 +289,8 @@ def book(rng: random.Random) -> Sum:
         "How many pages are left?"
     )
     conclusion = f"There are {left} pages left." if left != 1 else "There is 1 page left."
-    return Sum(text, [(total, "-", first), (total - first, "-", second)], conclusion)
+    pairs = [(total, "-", first), (total - first, "-", second)]
+    return Sum(text, pairs, conclusion, "The pages")
 
 
 def bare(rng: random.Random, num_steps: int) -> Sum:
