@@ -15,7 +15,7 @@ Source: dflash2.md 7, where the codes are from. G00 is ours: a document that can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from drafter.calibration import CALIBRATE, CalibrationRecord, judge, read_record
@@ -67,6 +67,18 @@ class Verdict:
     def refusals(self) -> tuple[Reason, ...]:
         """Return why the draft is not loaded; nothing if it may be."""
         return tuple(reason for reason in self.reasons if reason.consequence == "refuse")
+
+    def as_document(self) -> dict[str, object]:
+        """Return it as plain values, for `--json`."""
+        return {
+            "digest": self.digest,
+            "config": None if self.config is None else asdict(self.config),
+            "contraction": self.contraction,
+            "max_proposals": self.max_proposals,
+            "weight_bytes": self.weight_bytes,
+            "context_bytes": self.context_bytes,
+            "reasons": [reason.as_row() for reason in self.reasons],
+        }
 
 
 def check_draft(listing: DraftListing, target: TargetFacts, *, wanted: int | None = None) -> Verdict:

@@ -113,7 +113,7 @@ def slot_scores(
     """
     before = params["candidate_selector.predecessor_codebook"][predecessors].astype(mx.float32)
     after = params["candidate_selector.successor_codebook"][ids].astype(mx.float32)
-    return logits + (after @ (before * projected)[..., None]).squeeze(-1)
+    return logits + (after * (before * projected)[..., None, :]).sum(axis=-1)
 
 
 def walk(

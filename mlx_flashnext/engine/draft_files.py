@@ -58,7 +58,7 @@ def open_draft(directory: Path) -> DraftFiles:
             contract=_document(directory / contract.FILE),
             calibration=_document(directory / calibration.FILE),
             tensors={name: TensorFacts(info.dtype, info.shape) for name, info in table.tensors.items()},
-            digest=_digest(config, table, source),
+            digest=build_digest(config, table, source),
             licence=_licence(directory / CARD),
         )
     except BaseException:
@@ -123,8 +123,12 @@ def _document(path: Path) -> bytes | None:
         ) from error
 
 
-def _digest(config: bytes, table: TensorTable, source: FileSource) -> str:
-    """Return the SHA-256 of the config, of names, sizes and headers, and of both ends of every file."""
+def build_digest(config: bytes, table: TensorTable, source: FileSource) -> str:
+    """Return the digest that tells builds apart without reading them whole.
+
+    Returns:
+        SHA-256 of the config, of names, sizes and headers, and of both ends of every file.
+    """
     digest = hashlib.sha256(config)
     digest.update(table.digest.encode())
     for number, info in enumerate(table.files):

@@ -167,6 +167,14 @@ class FlashNext:
         """Return logits [T, V] of stacks after the last layer."""
         return self._head(self._mixer(stack_TGD))
 
+    def embed(self, ids_T: mx.array) -> mx.array:
+        """Return the raw embedding rows [T, D] of ids on the device, padding rows included, lazy."""
+        return self._embed(ids_T)
+
+    def unembed(self, hidden_TD: mx.array) -> mx.array:
+        """Return logits [T, V] of contracted hidden states: the head alone, without the terminal mixer."""
+        return self._head(hidden_TD)
+
     def mtp_cell(self, weights: WeightSource, experts: ExpertProvider, sync: HostSync) -> MtpCell:
         """Return the checkpoint's MTP module, which shares this model's embedding and head."""
         return MtpCell(self.config, weights, experts, sync, embed=self._embed, head=self._head)

@@ -53,6 +53,14 @@ def test_a_draft_that_fits_comes_in_and_is_described() -> None:
     assert 0 < answer.context_bytes < answer.weight_bytes
 
 
+def test_an_answer_is_plain_values_for_programs() -> None:
+    for answer in (verdict(), verdict({"head_dim": ...})):
+        told = json.loads(json.dumps(answer.as_document()))
+        assert [row["code"] for row in told["reasons"]] == [reason.code for reason in answer.reasons]
+        assert (told["config"] is None) == (answer.config is None)
+        assert told["max_proposals"] == answer.max_proposals
+
+
 def test_without_contract_and_record_the_answer_says_what_to_run() -> None:
     answer = verdict(contract=None, record=None)
     assert codes(answer) == {"G14"}

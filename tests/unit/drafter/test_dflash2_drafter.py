@@ -274,6 +274,22 @@ def test_features_of_the_rows_reach_the_proposal() -> None:
     assert one.propose().confidence != other.propose().confidence
 
 
+def test_places_without_a_row_do_not_show_whatever_they_hold() -> None:
+    session = Session().observe(9)
+    before = values(session.propose())
+    for ring in session.drafter._context._rings:
+        empty = mx.array(ring._positions < 0)
+        ring._arrays = [mx.where(empty[None, :, None], 1e4, array) for array in ring._arrays]
+    assert values(session.propose()) == before
+
+
+def test_the_law_it_declares_is_the_law_it_proposes_by() -> None:
+    for temperature, law in ((None, "rows"), (0.7, "rows"), (0.0, "point")):
+        session = Session(temperature=temperature).observe(20)
+        assert session.drafter.law == law
+        assert session.propose(temperature=1.0).law == law
+
+
 def test_two_requests_share_nothing_the_second_shorter() -> None:
     params = random_parameters(draft_config())
     used = Session(params=params).observe(80)
