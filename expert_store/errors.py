@@ -3,7 +3,11 @@
     StoreError                      message, hint, context
       CheckpointNotFound            no checkpoint there
       CheckpointCorrupt             header, index, offsets or names that must not be trusted
-      RecordCorrupt                 a record or row ended early
+      RecordCorrupt                 a record or row ended early, or is not what its digest says
+      PackVersionUnsupported        a pack of a later version
+      TargetRefused                 the place to write to is taken, in use, or begun from something else
+      NotEnoughSpace                the disk cannot hold what is to be written
+      WriteFailed                   the operating system refused a write
       SourceFailed                  the operating system refused a read
       SourceChanged                 a file was edited or replaced after its index was read
       SlotsExhausted                a request needs more slots than can be freed
@@ -64,7 +68,23 @@ class CheckpointCorrupt(StoreError):
 
 
 class RecordCorrupt(StoreError):
-    """A record or row ended before its length. The request stops; nothing is substituted."""
+    """A record or row is cut short or fails its digest. The request stops; nothing is substituted."""
+
+
+class PackVersionUnsupported(StoreError):
+    """The pack was written by a later version of this program."""
+
+
+class TargetRefused(StoreError):
+    """The place to write to is taken, in use, or was begun from something else. Nothing was changed."""
+
+
+class NotEnoughSpace(StoreError):
+    """The disk cannot hold what is to be written. What is done is kept; the target does not exist."""
+
+
+class WriteFailed(StoreError):
+    """The operating system could not write. What is done is kept; the target does not exist."""
 
 
 class SourceFailed(StoreError):

@@ -2,7 +2,8 @@
 
     fused     gate_up_proj [E, 2W, H], rows 0..W-1 gate, then up; down_proj [E, H, W]; plain or quantised
     split     gate_proj, up_proj [E, W, H]; down_proj [E, H, W]; plain or quantised (MLX packs)
-    listed    three F8_E4M3 matrices and their block scales for each expert (official FP8)
+    listed    the parts of three matrices for each expert: F8_E4M3 with block scales (official FP8), or MLX's
+    packed    one record for each expert (flashnext pack): the parts of any of these, one after the other
 
 Invariants:
 1. Components of a fused stack are its two halves: gate and up of one expert stay neighbours in the file and
@@ -15,12 +16,15 @@ Source: qwen4exp.md 2.7, 3.1 to 3.5; padding: FIELD.md P66 (K-quant packs pad 64
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from expert_store.layout import RecordLayout, StackedComponent
+from expert_store.pack import record_layout
+from expert_store.safetensors_header import DTYPE_BITS
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
-from mlx_flashnext.checkpoint.grouping import ExpertGroup, Parts
+from mlx_flashnext.checkpoint.grouping import ExpertGroup, PackedRecords, Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, block_sizes, quant_spec
 from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
 from mlx_flashnext.checkpoint.stored import BLOCK_SCALES, PROJECTIONS, Component, ExpertLayout, Projection
@@ -28,6 +32,7 @@ from mlx_flashnext.config import MatrixSpec, ModelConfig, QuantSpec
 
 PADDED_MULTIPLE = 256
 FUSED = "gate_up_proj"
+REPACK = "the pack is damaged: make it again with flashnext pack"
 
 
 class ExpertReader:
@@ -65,8 +70,10 @@ class ExpertReader:
             WeightMismatch: A projection is missing or stored twice, or a size, dtype or quantisation is
             wrong. CheckpointCorrupt: A stack leaves its file.
         """
-        if group.listed and group.stacked:
-            raise mismatch(f"{prefix} is stored both in one piece and expert by expert", prefix)
+        if bool(group.listed) + bool(group.stacked) + bool(group.packed) > 1:
+            raise mismatch(f"{prefix} is stored in two ways: in one piece, by experts, or as records", prefix)
+        if group.packed:
+            return self._packed(prefix, group.packed)
         if group.listed:
             return self._listed(layer, prefix, group)
         stacked = group.stacked
@@ -128,6 +135,9 @@ class ExpertReader:
         width, rest = divmod(info.shape[1], 2 if fused else 1)
         if rest:
             raise mismatch(f"{info.name}: {info.shape[1]} rows do not halve into gate and up", info.name)
+        return self._checked_width(info, width)
+
+    def _checked_width(self, info: TensorInfo, width: int) -> int:
         asked = self._config.moe_intermediate_size
         padded = -(-asked // PADDED_MULTIPLE) * PADDED_MULTIPLE
         if width not in (asked, padded):
@@ -154,46 +164,115 @@ class ExpertReader:
         return quant_spec(columns, weight, parts["scales"], parts.get("biases"), configured, self._text)
 
     def _listed(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout:
-        block = self._quantization.fp8_block
-        if block is None:
-            raise mismatch(
-                f"{prefix} is stored expert by expert, but config.json names no quant_method fp8", prefix
+        """Describe a layer with one tensor per expert and part: every expert is stored like the first."""
+        num_experts = self._sizes.experts
+        parts: dict[str, Parts] = {}
+        places: dict[str, list[TensorInfo]] = {}
+        for leaf, part in sorted(group.listed):
+            name = f"{leaf}.{part}"
+            infos = self._in_order(f"{prefix}.{name}", group.listed[leaf, part], num_experts)
+            first = infos[0]
+            for info in infos:
+                if (info.dtype, info.shape) != (first.dtype, first.shape):
+                    raise mismatch(
+                        f"{info.name}: {info.dtype} {list(info.shape)}, expected {first.dtype} "
+                        f"{list(first.shape)} as in expert 0",
+                        info.name,
+                    )
+            parts.setdefault(leaf, {})[part] = first
+            places[name] = infos
+        specs, width = self._matrices(prefix, parts)
+        # In file order, so that neighbours are fetched by one read.
+        order = sorted(places, key=lambda name: (places[name][0].file, places[name][0].offset))
+        record = RecordLayout.listed(
+            layer, [(name, places[name]) for name in order], file_sizes=self._file_sizes
+        )
+        components = tuple(Component(name, places[name][0].dtype, places[name][0].shape) for name in order)
+        return ExpertLayout(record, components, specs, width)
+
+    def _packed(self, prefix: str, packed: PackedRecords) -> ExpertLayout:
+        """Describe a layer of a pack: what its manifest says of the parts is proved like a header's."""
+        layer, (first, *_) = packed
+        if layer.num_experts != self._config.num_experts:
+            count = self._sizes.experts
+            raise size_mismatch(first, "number of records", layer.num_experts, count, self._text)
+        parts: dict[str, Parts] = {}
+        for component in layer.components:
+            leaf, _, part = component.name.partition(".")
+            bits = DTYPE_BITS.get(component.dtype, 0)
+            name = f"{prefix}.{component.name}"
+            if 8 * component.length != math.prod(component.shape) * bits:
+                raise mismatch(
+                    f"{name}: {component.length} bytes for {component.dtype} {list(component.shape)}",
+                    name,
+                    hint=REPACK,
+                )
+            info = TensorInfo(
+                name, component.dtype, component.shape, first.file, first.offset, component.length
             )
-        hidden, num_experts = self._sizes.hidden, self._sizes.experts
-        wide = Size(self._config.moe_intermediate_size, ("moe_intermediate_size",))
-        pieces: list[tuple[Component, list[TensorInfo]]] = []
+            if parts.setdefault(leaf, {}).setdefault(part, info) is not info:
+                raise mismatch(f"The pack lists a part twice: {name}", name, hint=REPACK)
+        specs, width = self._matrices(prefix, parts)
+        components = tuple(Component(part.name, part.dtype, part.shape) for part in layer.components)
+        return ExpertLayout(record_layout(layer, first, self._file_sizes), components, specs, width)
+
+    def _matrices(
+        self, prefix: str, parts: Mapping[str, Parts]
+    ) -> tuple[dict[Projection, MatrixSpec | None], int]:
+        """Check the three matrices of one expert; return how each is stored, and the expert width."""
+        for leaf, stored in parts.items():
+            if leaf.removesuffix("_proj") not in PROJECTIONS:
+                info = next(iter(stored.values()))
+                raise mismatch(f"Tensor not known: {info.name}", info.name)
+            if "weight" not in stored:
+                raise missing_tensor(f"{prefix}.{leaf}.weight")
+        for projection in PROJECTIONS:
+            if f"{projection}_proj" not in parts:
+                raise missing_tensor(f"{prefix}.{projection}_proj")
+        gate = parts["gate_proj"]["weight"]
+        width = self._checked_width(gate, gate.shape[0] if gate.shape else 0)
+        wide, hidden = Size(width, ("moe_intermediate_size",)), self._sizes.hidden
+        specs: dict[Projection, MatrixSpec | None] = {}
         for projection in PROJECTIONS:
             rows, columns = (hidden, wide) if projection == "down" else (wide, hidden)
-            scale_sizes = block_sizes(rows, columns, block)
-            for part, sizes, dtypes in (
-                ("weight", (rows, columns), ("F8_E4M3",)),
-                (BLOCK_SCALES, scale_sizes, FLOATS),
-            ):
-                stored = group.listed.get((f"{projection}_proj", part), {})
-                name = f"{projection}_proj.{part}"
-                infos = self._in_order(f"{prefix}.{name}", stored, num_experts)
-                first = infos[0]
-                check_shape(first, first.shape, sizes, self._text)
-                for info in infos:
-                    if info.shape != first.shape or info.dtype not in dtypes or info.dtype != first.dtype:
-                        raise mismatch(
-                            f"{info.name}: {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} "
-                            f"{list(first.shape)}",
-                            info.name,
-                        )
-                pieces.append((Component(name, first.dtype, first.shape), infos))
-        if len(group.listed) != len(pieces):
-            known = {component.name for component, _ in pieces}
-            extra = next(key for key in group.listed if ".".join(key) not in known)
-            info = next(iter(group.listed[extra].values()))
-            raise mismatch(f"Tensor not known: {info.name}", info.name)
-        # In file order, so that neighbours are fetched by one read.
-        pieces.sort(key=lambda piece: (piece[1][0].file, piece[1][0].offset))
-        record = RecordLayout.listed(
-            layer, [(component.name, infos) for component, infos in pieces], file_sizes=self._file_sizes
-        )
-        components = tuple(component for component, _ in pieces)
-        return ExpertLayout(record, components, dict.fromkeys(PROJECTIONS, block), wide.value)
+            leaf = f"{projection}_proj"
+            specs[projection] = self._matrix(prefix, leaf, parts[leaf], rows, columns)
+        return specs, width
+
+    def _matrix(self, prefix: str, leaf: str, parts: Parts, rows: Size, columns: Size) -> MatrixSpec | None:
+        weight, module = parts["weight"], f"{prefix}.{leaf}"
+        known: tuple[str, ...] = ("weight",)
+        spec: MatrixSpec | None = None
+        if weight.dtype == "F8_E4M3":
+            known = ("weight", BLOCK_SCALES)
+            spec = self._quantization.fp8_block
+            if spec is None:
+                raise mismatch(
+                    f"{prefix} is stored expert by expert in FP8, but config.json names no quant_method fp8",
+                    prefix,
+                )
+            scales = parts.get(BLOCK_SCALES)
+            if scales is None:
+                raise missing_tensor(f"{module}.{BLOCK_SCALES} of expert 0", "its weight is FP8")
+            if scales.dtype not in FLOATS:
+                raise mismatch(f"{scales.name}: scales of dtype {scales.dtype} are not known", scales.name)
+            check_shape(weight, weight.shape, (rows, columns), self._text)
+            check_shape(scales, scales.shape, block_sizes(rows, columns, spec), self._text)
+        elif weight.dtype == "U32":
+            known = ("weight", "scales", "biases")
+            if "scales" not in parts:
+                raise missing_tensor(f"{module}.scales", "its weight is packed")
+            check_shape(weight, weight.shape[:-1], (rows,), self._text)
+            configured = self._quantization.spec_of(Place(module), Place(f"{prefix}.{FUSED}"))
+            spec = quant_spec(columns, weight, parts["scales"], parts.get("biases"), configured, self._text)
+        elif weight.dtype in FLOATS:
+            check_shape(weight, weight.shape, (rows, columns), self._text)
+        else:
+            raise mismatch(f"{weight.name}: experts of dtype {weight.dtype} are not known", weight.name)
+        for part, info in parts.items():
+            if part not in known:
+                raise mismatch(f"Tensor not known: {info.name}", info.name)
+        return spec
 
     def _in_order(self, name: str, stored: Mapping[int, TensorInfo], num_experts: Size) -> list[TensorInfo]:
         count = num_experts.value

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from expert_store.pack import PackLayer
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.names import NGRAM_TABLE, TensorName, layer_of, parse_name
 
@@ -26,20 +27,29 @@ class Duplicate(NamedTuple):
     other: TensorInfo
 
 
+class PackedRecords(NamedTuple):
+    """Records of one layer of a pack: the manifest's entry, and the tensor of each record."""
+
+    layer: PackLayer
+    tensors: tuple[TensorInfo, ...]
+
+
 @dataclass(slots=True)
 class ExpertGroup:
-    """Routed experts of one layer as stored: whole stacks, or one tensor per expert.
+    """Routed experts of one layer as stored: stacks, one tensor per expert and part, or a pack's records.
 
     `stacked["gate_up_proj"]["scales"]`; `listed["gate_proj", "weight"][expert]`.
     """
 
     stacked: dict[str, Parts] = field(default_factory=dict)
     listed: dict[tuple[str, str], dict[int, TensorInfo]] = field(default_factory=dict)
+    packed: PackedRecords | None = None
 
     def tensors(self) -> list[TensorInfo]:
         """Return everything in the group."""
         stacks = [info for parts in self.stacked.values() for info in parts.values()]
-        return stacks + [info for infos in self.listed.values() for info in infos.values()]
+        listed = [info for infos in self.listed.values() for info in infos.values()]
+        return stacks + listed + list(self.packed.tensors if self.packed else ())
 
 
 @dataclass(slots=True)

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import cast
 
 from expert_store.errors import StoreError
+from expert_store.pack import Manifest, has_manifest, read_manifest, record_tensors
 from expert_store.safetensors_index import TensorInfo, TensorTable, read_tensor_table
+from expert_store.verified import RecordDigests
 from mlx_flashnext.checkpoint.expected import Expected, mtp_tensors, trunk_tensors
 from mlx_flashnext.checkpoint.expert_layouts import FUSED, ExpertReader
-from mlx_flashnext.checkpoint.grouping import MTP_LAYER, ExpertGroup, TensorGroups, group_tensors
+from mlx_flashnext.checkpoint.grouping import (
+    MTP_LAYER,
+    ExpertGroup,
+    PackedRecords,
+    TensorGroups,
+    group_tensors,
+)
 from mlx_flashnext.checkpoint.matching import Match, match_tensors
 from mlx_flashnext.checkpoint.ngram_layout import ngram_layout
 from mlx_flashnext.checkpoint.quantization import Quantization
@@ -92,8 +100,9 @@ def inspect_checkpoint(directory: Path) -> Inspection:
     config = ModelConfig.from_dict(whole)
     quantization = Quantization.from_config(whole)
     text = cast("Mapping[str, object]", whole.get("text_config", whole))
+    manifest = read_manifest(directory) if has_manifest(directory) else None
     table = read_tensor_table(directory)
-    return _Opening(directory, config, raw, text, quantization, table).inspect()
+    return _Opening(directory, config, raw, text, quantization, table, manifest).inspect()
 
 
 class _Opening:
@@ -107,6 +116,7 @@ class _Opening:
         text: Mapping[str, object],
         quantization: Quantization,
         table: TensorTable,
+        manifest: Manifest | None,
     ) -> None:
         self._directory = directory
         self._config = config
@@ -114,7 +124,8 @@ class _Opening:
         self._text = text
         self._quantization = quantization
         self._table = table
-        self._groups = group_tensors(table.tensors)
+        self._manifest = manifest
+        self._groups = _groups(config, table, manifest)
         self._problems: list[Problem] = []
 
     def inspect(self) -> Inspection:
@@ -147,7 +158,9 @@ class _Opening:
         layout = _layout(groups)
         checkpoint = None
         if not self._problems:
-            digest = hashlib.sha256(self._table.digest.encode() + self._raw_config).hexdigest()
+            identity = self._manifest.identity if self._manifest else ""
+            parts = self._table.digest.encode() + self._raw_config + identity.encode()
+            digest = hashlib.sha256(parts).hexdigest()
             checkpoint = Checkpoint(
                 directory=self._directory,
                 config=config,
@@ -161,6 +174,7 @@ class _Opening:
                 mtp_experts=mtp_experts,
                 skipped=tuple(info.name for info in (*groups.vision, *groups.unused)),
                 accounts=lines,
+                records=_record_digests(groups) if self._manifest else None,
             )
         return Inspection(
             self._directory,
@@ -234,9 +248,39 @@ class _Opening:
         self._problems.append(WeightMismatch(message, hint=hint, tensor=tensor))
 
 
+def _groups(config: ModelConfig, table: TensorTable, manifest: Manifest | None) -> TensorGroups:
+    """Sort the tensors of a table, and the records of a pack to their layers."""
+    if manifest is None:
+        return group_tensors(table.tensors)
+    records = record_tensors(manifest, table)
+    names = {info.name for infos in records.values() for info in infos}
+    groups = group_tensors({name: info for name, info in table.tensors.items() if name not in names})
+    for layer in manifest.layers:
+        number = MTP_LAYER if layer.layer == config.num_hidden_layers else layer.layer
+        group = groups.experts.setdefault(number, ExpertGroup())
+        group.packed = PackedRecords(layer, records[layer.layer])
+    return groups
+
+
+def _record_digests(groups: TensorGroups) -> RecordDigests:
+    digests = RecordDigests()
+    for group in groups.experts.values():
+        if group.packed is not None:
+            layer, (first, *_) = group.packed
+            digests.add(
+                first.file, layer.layer, first.offset, layer.stride, layer.record_bytes, layer.digests
+            )
+    return digests
+
+
 def _layout(groups: TensorGroups) -> Layout:
-    if any(group.listed for group in groups.experts.values()):
-        return "hf-fp8"
+    if any(group.packed for group in groups.experts.values()):
+        return "pack"
+    listed = [infos for group in groups.experts.values() for infos in group.listed.values()]
+    if listed:
+        return (
+            "hf-fp8" if any(one.dtype == "F8_E4M3" for infos in listed for one in infos.values()) else "mlx"
+        )
     for group in groups.experts.values():
         for projection, parts in group.stacked.items():
             if len(parts) > 1 or (projection != "down_proj" and projection != FUSED):

@@ -17,9 +17,10 @@ from typing import Literal
 
 from expert_store.layout import RecordLayout, RowLayout
 from expert_store.safetensors_index import TensorInfo, TensorTable
+from expert_store.verified import RecordDigests
 from mlx_flashnext.config import Fp8Blocks, MatrixSpec, ModelConfig, QuantSpec
 
-Layout = Literal["hf", "hf-fp8", "mlx"]
+Layout = Literal["hf", "hf-fp8", "mlx", "pack"]
 Role = Literal["matrix", "vector", "conv", "integer"]
 Projection = Literal["gate", "up", "down"]
 
@@ -159,6 +160,7 @@ class Checkpoint:
         mtp_experts: Routed experts of the MTP layer, which counts as layer `num_hidden_layers`.
         skipped: Stored names this runtime has no use for: vision, rotary tables.
         accounts: See `account`.
+        records: What the records of a pack must be; None for every other layout.
     """
 
     directory: Path
@@ -173,6 +175,7 @@ class Checkpoint:
     mtp_experts: ExpertLayout | None
     skipped: tuple[str, ...]
     accounts: tuple[AccountLine, ...]
+    records: RecordDigests | None = None
 
     def expert_layouts(self, *, mtp: bool) -> dict[int, ExpertLayout]:
         """Return the routed experts by layer, those of the MTP layer among them if asked for and there."""

@@ -19,6 +19,7 @@ from drafter.mtp import MtpDrafter
 from expert_store.rows import RowTable
 from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
+from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import Target, Timeline, TimelineSnapshot
@@ -105,6 +106,8 @@ class Engine:
         prepare_device(machine, plan.total_bytes)
         with contextlib.ExitStack() as resources:
             source = wrap_source(FileSource(checkpoint.table.files))
+            if checkpoint.records is not None:
+                source = VerifiedSource(source, checkpoint.records, verify=plan.verify_reads)
             resources.callback(source.close)
             target, mtp = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
             return cls(checkpoint, tokenizer, plan, target, mtp, resources.pop_all())

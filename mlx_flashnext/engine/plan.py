@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from drafter.api import MAX_PROPOSALS
+from expert_store.verified import VerifyReads
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.errors import (
     BudgetTooLarge,
@@ -42,6 +43,7 @@ class PlanRequest:
         prefill_step: tokens of one prefill chunk.
         policy: eviction policy of the expert store.
         num_readers: reader threads.
+        verify_reads: compare the records of a pack with their digests at the first read, or at every one.
         draft: where proposals come from: one of `DRAFTS`; `auto` takes the best that is there and fits.
         num_draft_tokens: most proposals of one cycle.
         num_snapshots: earlier points of a conversation to keep, so that a prompt which leaves it there need
@@ -54,6 +56,7 @@ class PlanRequest:
     prefill_step: int | None = None
     policy: str = "lru"
     num_readers: int | None = None
+    verify_reads: VerifyReads = "first"
     draft: str = "none"
     num_draft_tokens: int | None = None
     num_snapshots: int = 4
@@ -76,6 +79,7 @@ class Plan:
         rows_per_buffer: most n-gram rows of one chunk.
         policy: eviction policy.
         num_readers: reader threads.
+        verify_reads: when the records of a pack are compared with their digests.
         draft: where proposals come from: `none`, `lookup`, `mtp` or `oracle`.
         draft_reason: why this one.
         num_draft_tokens: most proposals of one cycle; 0 without a drafter.
@@ -94,6 +98,7 @@ class Plan:
     rows_per_buffer: int
     policy: str
     num_readers: int
+    verify_reads: VerifyReads
     draft: str
     draft_reason: str
     num_draft_tokens: int
@@ -179,6 +184,7 @@ def _plan_with(
         rows_per_buffer=sizes.rows_per_buffer,
         policy=request.policy,
         num_readers=request.num_readers or 4,
+        verify_reads=request.verify_reads,
         draft=draft,
         draft_reason=reason,
         num_draft_tokens=num_draft_tokens,
