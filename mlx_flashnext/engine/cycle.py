@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from drafter.api import Drafter
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
+from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import verify
 from mlx_flashnext.experts import StreamedExperts
@@ -64,29 +66,34 @@ class Timeline:
         I2  `tokens` are exactly the tokens that `state` has consumed; the anchor is not among them.
     """
 
-    def __init__(self, target: Target, state: SequenceState, drafting: Drafting, owner: int) -> None:
+    def __init__(
+        self, target: Target, state: SequenceState, drafter: Drafter | None, governor: Governor, owner: int
+    ) -> None:
         self.target = target
         self.state = state
-        self.drafting = drafting
         self.owner = owner
         self.tokens: list[int] = []
+        self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
 
-    def consume(self, chunk: Sequence[int], next_token: int) -> None:
+    def consume(self, chunk: Sequence[int], next_token: int, rows_after: int = 0) -> None:
         """Run one prefill chunk: the same forward pass without proposing and verifying.
 
         Args:
             chunk: token ids; their logits are not computed.
             next_token: the prompt's token after them.
+            rows_after: rows of the prompt behind this chunk.
         """
         self.target.experts.owner = self.owner
-        needs_stack = self.drafting.needs_stack
+        wants = self.drafting.wants(rows_after)
         with self.state.begin(len(chunk), revocable=False) as block:
-            output = self.target.model.forward(chunk, block, logits="none")
+            output = self.target.model.forward(
+                chunk, block, logits="none", taps=wants.taps, contraction=wants.contraction
+            )
             fence(self.target.sync, output.stack)
             block.commit()
         self._advance(chunk)
-        self.drafting.observe(chunk, next_token, output.stack if needs_stack else None)
+        self.drafting.observe(chunk, next_token, wants.seen(output, len(chunk)))
 
     def cycle(
         self, anchor: int, sampler: Sampler, room: int, admit: Callable[[Sequence[int]], int]
@@ -104,15 +111,17 @@ class Timeline:
         target.experts.owner = self.owner
         proposal = drafting.propose(room, sampler)
         tokens = [anchor, *proposal.tokens]
-        needs_stack = drafting.needs_stack
+        wants = drafting.wants()
         with self.state.begin(len(tokens)) as block:
-            output = target.model.forward(tokens, block, logits="all")
+            output = target.model.forward(
+                tokens, block, logits="all", taps=wants.taps, contraction=wants.contraction
+            )
             assert output.logits is not None
             verdict = verify(output.logits, proposal, sampler, drafting.rule, target.sync)
             kept = verdict.tokens[: admit(verdict.tokens)]
             block.commit(len(kept))
         self._advance(tokens[: len(kept)])
-        drafting.observe(tokens[: len(kept)], kept[-1], output.stack[: len(kept)] if needs_stack else None)
+        drafting.observe(tokens[: len(kept)], kept[-1], wants.seen(output, len(kept)))
         took_ns = time.perf_counter_ns() - began_ns
         drafting.count(len(proposal.tokens), min(verdict.accepted, len(kept)), len(kept), took_ns)
         return kept

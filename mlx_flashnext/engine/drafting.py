@@ -5,7 +5,7 @@ named once; one that does not pay rests.
 
 Invariants:
 N1  A drafter in use has observed every row the timeline keeps, once and in order. One that was dropped or
-    rests has seen a gap: it comes back only by `reset`, which starts it with an empty context.
+    rests has seen a gap: it comes back only by `reset`, with the tokens and without the values it missed.
 N2  A proposal is checked before it is used: tokens of this vocabulary, no more than were asked for.
 
 Source: dflash2.md 4.2, 4.4.
@@ -14,14 +14,16 @@ Source: dflash2.md 4.2, 4.4.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
-from drafter.api import Drafter, Proposal
+from drafter.api import Drafter, FeatureDrafter, FeatureRequest, Proposal
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.stats import DraftStatistics
 from mlx_flashnext.engine.verify import Asked, Rule, check_proposal, draft_sampling, resolve_rule
+from mlx_flashnext.model.flashnext import Contraction, ForwardOutput
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,31 @@ class DraftSnapshot:
     next_token: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a drafter will look at of the rows of one forward pass: their stacks, features, or nothing."""
+
+    stack: bool = False
+    request: FeatureRequest | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the layers to tap."""
+        return () if self.request is None else self.request.taps
+
+    @property
+    def contraction(self) -> Contraction | None:
+        """Return what becomes of the tapped stacks."""
+        return None if self.request is None else cast("Contraction", self.request.contraction)
+
+    def seen(self, output: ForwardOutput, num_rows: int) -> tuple[mx.array | None, mx.array | None]:
+        """Return the stacks and the features of the first rows of a pass, None for what is not wanted."""
+        features_RF = None
+        if self.request is not None:
+            features_RF = mx.concatenate([output.taps[tap][:num_rows] for tap in self.taps], axis=-1)
+        return output.stack[:num_rows] if self.stack else None, features_RF
+
+
 class Drafting:
     """One timeline's drafter with its governor and its counts.
 
@@ -45,10 +72,15 @@ class Drafting:
         drafter: who proposes; None for plain decode.
         governor: how many.
         vocab_size: of the target.
+        tokens: all that the timeline has consumed, now and later: its own list.
     """
 
-    def __init__(self, drafter: Drafter | None, governor: Governor, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter | None, governor: Governor, vocab_size: int, tokens: Sequence[int]
+    ) -> None:
         self._drafter = drafter
+        self._request: FeatureRequest | None = getattr(drafter, "feature_request", None)
+        self._tokens = tokens
         self._governor = governor
         self._vocab_size = vocab_size
         self._is_stale = False
@@ -60,17 +92,25 @@ class Drafting:
         self._num_cycles = self._num_proposed = self._num_accepted = 0
         self.rule: Rule = "coupled"
 
-    @property
-    def needs_stack(self) -> bool:
-        """Return whether the next rows' stacks will be looked at."""
-        return self._drafter is not None and self._drafter.needs_stack and self._is_watching
+    def wants(self, rows_after: int = 0) -> Wants:
+        """Return what will be looked at of the next rows.
 
-    def begin_answer(self, prompt: Sequence[int], num_consumed: int, rule: Asked, sampler: Sampler) -> None:
+        Args:
+            rows_after: rows of the prompt that come after them; a drafter with a window forgets the early
+                ones.
+        """
+        if self._drafter is None or not self._is_watching:
+            return Wants()
+        request = self._request
+        if request is not None and request.last_rows is not None and rows_after >= request.last_rows:
+            request = None
+        return Wants(self._drafter.needs_stack, request)
+
+    def begin_answer(self, prompt: Sequence[int], rule: Asked, sampler: Sampler) -> None:
         """Start the counts of an answer, and bring back a drafter that was dropped in an earlier one.
 
         Args:
-            prompt: of the answer.
-            num_consumed: tokens of it that the timeline has consumed; less than all.
+            prompt: of the answer; the timeline has consumed a part of it, not all.
             rule: how proposals shall be verified.
             sampler: of the answer; it may refuse blocks.
 
@@ -85,9 +125,9 @@ class Drafting:
         self._failure = None
         self._governor.begin_answer()
         # What the drafter was told of the last row's successor must be what the prompt goes on with.
-        expected = self._next_token if num_consumed else prompt[0]
-        if self._drafter is not None and (self._is_stale or expected != prompt[num_consumed]):
-            self._wake(prompt[: num_consumed + 1])
+        following = prompt[len(self._tokens)]
+        if self._is_stale or (self._tokens and self._next_token != following):
+            self._wake(following)
 
     def propose(self, room: int, sampler: Sampler) -> Proposal:
         """Return what to verify behind the anchor; nothing if nothing pays or the drafter failed.
@@ -97,11 +137,13 @@ class Drafting:
             sampler: how the target will choose.
         """
         drafter = self._drafter
-        if drafter is None or self._is_stale or self._refusal is not None:
+        if drafter is None or self._refusal is not None or self._failure is not None:
             return NOTHING
         width = self._governor.width(min(room, drafter.max_proposals()))
         if width < 1:
             return NOTHING
+        if self._is_stale:
+            self._wake(self._next_token)
         try:
             proposal = drafter.propose(width, draft_sampling(sampler, self.rule))
             check_proposal(proposal, width, self._vocab_size)
@@ -110,14 +152,17 @@ class Drafting:
             return NOTHING
         return proposal
 
-    def observe(self, tokens: Sequence[int], next_token: int, stack_TGD: mx.array | None) -> None:
+    def observe(
+        self, tokens: Sequence[int], next_token: int, seen: tuple[mx.array | None, mx.array | None]
+    ) -> None:
         """Hand over rows that the timeline keeps.
 
         Args:
             tokens: of the rows.
             next_token: the committed token after them.
-            stack_TGD: their stacks, if `needs_stack`.
+            seen: from `Wants.seen`.
         """
+        stack_TGD, features_RF = seen
         self._next_token = next_token
         if self._drafter is None:
             return
@@ -125,7 +170,11 @@ class Drafting:
             self._is_stale = True
             return
         try:
-            self._drafter.observe(tokens, next_token, stack_TGD)
+            if self._request is None:
+                self._drafter.observe(tokens, next_token, stack_TGD)
+            else:
+                feature_drafter = cast("FeatureDrafter", self._drafter)
+                feature_drafter.observe(tokens, next_token, None, features_RF=features_RF)
         except Exception as error:  # noqa: BLE001  as in `propose`
             self._drop(error)
 
@@ -180,7 +229,7 @@ class Drafting:
     @property
     def _is_watching(self) -> bool:
         """Whether rows are handed to the drafter: looking costs time, so one that may not propose rests."""
-        is_free = self._drafter is not None and not self._drafter.needs_stack
+        is_free = self._drafter is not None and not self._drafter.needs_stack and self._request is None
         is_resting = self._governor.is_resting or self._governor.off_reason is not None
         return not self._is_stale and self._refusal is None and (is_free or not is_resting)
 
@@ -197,13 +246,14 @@ class Drafting:
         self._failure = f"failed: {type(error).__name__}: {error}"
         _log.warning("drafter %s %s", self._drafter.kind, self._failure)
 
-    def _wake(self, tokens: Sequence[int]) -> None:
-        """Start the drafter anew: with every token if that is all it looks at, else with an empty context."""
-        assert self._drafter is not None
+    def _wake(self, next_token: int) -> None:
+        """Start the drafter anew behind a gap: with every token, and none of the values it reads."""
+        if self._drafter is None:
+            return
         try:
             self._drafter.reset()
-            if not self._drafter.needs_stack and len(tokens) > 1:
-                self._drafter.observe(tokens[:-1], tokens[-1], None)
-            self._is_stale = False
+            if not self._drafter.needs_stack and self._tokens:
+                self._drafter.observe(self._tokens, next_token, None)
+            self._is_stale, self._next_token = False, next_token
         except Exception as error:  # noqa: BLE001  as in `propose`
             self._drop(error)

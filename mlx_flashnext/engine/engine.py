@@ -23,7 +23,6 @@ from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import Target, Timeline, TimelineSnapshot
-from mlx_flashnext.engine.drafting import Drafting
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
@@ -131,20 +130,22 @@ class Engine:
                 "The engine was opened on another thread", hint="open it on the thread that asks for answers"
             )
 
-    def new_timeline(self, drafting: Drafting) -> Timeline:
-        """Return an empty timeline with an owner id of its own, so that its generations start at nought."""
-        self._num_timelines += 1
-        return Timeline(self.target, self.target.model.new_state(), drafting, owner=self._num_timelines)
+    def new_timeline(self, drafter: Drafter | None, governor: Governor) -> Timeline:
+        """Return an empty timeline with an owner id of its own, so that its generations start at nought.
 
-    def new_drafting(self, drafter: Drafter | None, governor: Governor) -> Drafting:
-        """Return a drafter at work on an empty timeline: the given one, or one of the planned kind."""
+        Args:
+            drafter: who proposes; None for the planned one, if any.
+            governor: how many.
+        """
+        self._num_timelines += 1
         if drafter is not None:
             drafter.reset()
         elif self.plan.draft == "lookup":
             drafter = LookupDrafter(self.plan.context_tokens)
         elif self._mtp is not None:
             drafter = MtpDrafter(self._mtp)
-        return Drafting(drafter, governor, self.config.vocab_size)
+        state = self.target.model.new_state()
+        return Timeline(self.target, state, drafter, governor, owner=self._num_timelines)
 
     def close(self) -> None:
         """Join the reader threads and close the files. Safe to call twice."""
@@ -265,7 +266,7 @@ class Session:
         engine.check_usable()
         timeline = self._timeline_for(prompt)
         sampler = Sampler(params, prompt, processors)
-        timeline.drafting.begin_answer(prompt, len(timeline.tokens), rule, sampler)
+        timeline.drafting.begin_answer(prompt, rule, sampler)
         target = engine.target
         limits = Limits(
             max_tokens=plan.context_tokens if max_tokens is None else max_tokens,
@@ -315,8 +316,7 @@ class Session:
                 return kept
         self._snapshots.clear()
         del kept  # free the old state before the new one grows
-        drafting = self._engine.new_drafting(self._drafter, self._governor)
-        return self._engine.new_timeline(drafting)
+        return self._engine.new_timeline(self._drafter, self._governor)
 
     def _keep_snapshot(self, timeline: Timeline) -> None:
         """Keep the newest few; older turns are read again if a conversation goes back that far."""

@@ -42,7 +42,7 @@ def prefill(
     for first, last in pairwise(sorted(places)):
         if cancelled():
             return
-        timeline.consume(prompt[first:last], prompt[last])
+        timeline.consume(prompt[first:last], prompt[last], end - last)
         if last == boundary:
             at_boundary()
         yield last

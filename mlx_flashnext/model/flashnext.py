@@ -35,6 +35,10 @@ from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
 from mlx_flashnext.state import Block, SequenceState
 
+Contraction = Literal["mean", "next_attn_mix", "final_mix", "stream0"]
+"""How the streams of a stack become one row: their mean, the next layer's own read for its attention (for the
+last layer, what the head reads), what the head reads, or the first stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
@@ -43,7 +47,7 @@ class ForwardOutput:
     Attributes:
         logits: [T, V] for all, [1, V] for the last, None for none.
         stack: [T, G, D] after the last layer, before the terminal mixer: what the MTP module reads.
-        taps: The stack after each tapped layer, by layer index.
+        taps: What was tapped of each layer: its output stack [T, G, D], or the contraction [T, D] of it.
     """
 
     logits: mx.array | None
@@ -104,6 +108,7 @@ class FlashNext:
         *,
         logits: Literal["all", "last", "none"] = "last",
         taps: Collection[int] = (),
+        contraction: Contraction | None = None,
     ) -> ForwardOutput:
         """Run a block of tokens and stage what it leaves; the sequence is unchanged until the commit.
 
@@ -111,7 +116,8 @@ class FlashNext:
             tokens: One token id per row of the block.
             block: Opened on a state of this model, and not yet run.
             logits: Of which positions.
-            taps: Layers whose output stack is returned.
+            taps: Layers whose output is returned.
+            contraction: How the streams of a tapped stack become one; None returns the stacks.
 
         Returns:
             Lazy arrays; waiting for `logits` (or, without logits, for `stack`) completes the state too.
@@ -144,12 +150,27 @@ class FlashNext:
             )
             staged.append(staged_layer)
             if index in taps:
-                tapped[index] = stack_TGD
+                tapped[index] = self._tap(index, stack_TGD, contraction)
+                if contraction is not None:
+                    # Computed here and now, so that no tapped stack outlives its layer.
+                    (stack_TGD,) = mx.depends([stack_TGD], [tapped[index]])
 
         block.stage(staged, staged_ple)
         if logits == "none":
             return ForwardOutput(None, stack_TGD, tapped)
         return ForwardOutput(self.head(stack_TGD if logits == "all" else stack_TGD[-1:]), stack_TGD, tapped)
+
+    def _tap(self, index: int, stack_TGD: mx.array, contraction: Contraction | None) -> mx.array:
+        """Return a layer's output stack, or what a contraction makes of it. Source: dflash2.md 1.14."""
+        if contraction is None:
+            return stack_TGD
+        if contraction == "stream0":
+            return stack_TGD[:, :1].squeeze(1)
+        if contraction == "mean":
+            return stack_TGD.astype(mx.float32).mean(axis=1).astype(stack_TGD.dtype)
+        if contraction == "next_attn_mix" and index + 1 < len(self._layers):
+            return self._layers[index + 1].attention_mix(stack_TGD)
+        return self._mixer(stack_TGD)
 
     def _following(self, index: int) -> DecoderLayer | None:
         """Return the next layer, if its experts are to be guessed while layer `index` runs."""

@@ -94,6 +94,10 @@ class DecoderLayer:
         """
         return self._moe.early_route(self._mlp_hyper(stack_TGD))
 
+    def attention_mix(self, stack_TGD: mx.array) -> mx.array:
+        """Return x_TD as this layer's attention would read the stack."""
+        return self._attn_hyper(stack_TGD)
+
     def extend(self, stack_TGD: mx.array, state: QsaState, position: int) -> Staged[QsaState]:
         """Cache a block of positions in a QSA layer whose own output nobody wants; see `__call__`.
 
