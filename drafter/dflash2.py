@@ -242,7 +242,7 @@ class Dflash2Drafter:
             "kind": self.kind,
             "digest": self._digest,
             "block_size": self._config.block_size,
-            "taps": list(self._config.taps),
+            "taps": " ".join(map(str, self._config.taps)),
             "contraction": self.feature_request.contraction,
             "context_rows": self._context.num_rows,
             "context_end": self._context.end,

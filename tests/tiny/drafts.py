@@ -1,6 +1,7 @@
 """A small draft that fits a small target, as the gate is told of both; and its tensors.
 
-Entry points: `draft_config`, `listing`, `target_facts`, `contract`, `record`, `random_parameters`.
+Entry points: `draft_config`, `listing`, `target_facts`, `contract`, `record`, `random_parameters`, and for
+the promises of all drafters `self_feeding`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from drafter.calibration import CalibrationRecord, Trial
 from drafter.config import DraftConfig, expected_tensors
 from drafter.config_reader import read_config
 from drafter.contract import DraftContract, contract_of
+from drafter.dflash2 import Dflash2Drafter, Dflash2Options
 from drafter.facts import DraftListing, TargetFacts, TensorFacts
 from drafter.reasons import Report
 
@@ -182,3 +184,57 @@ def random_parameters(config: DraftConfig, seed: int = 0) -> dict[str, mx.array]
             value = value * shape[-1] ** -0.5
         params[name] = mx.array(value.astype(np.float32))
     return params
+
+
+class SelfFeeding(Dflash2Drafter):
+    """A drafter that makes features of the tokens themselves, and asks at its own position."""
+
+    def observe(self, tokens, next_token, stack_TGD=None, *, features_RF=None) -> None:
+        width = self._config.feature_width
+        features = [[((7 * token + 3 * i) % 11 - 5) / 3 for i in range(width)] for token in tokens]
+        super().observe(tokens, next_token, stack_TGD, features_RF=mx.array(features))
+
+    def propose(self, k, sampling):
+        return super().propose(k, dataclasses.replace(sampling, position=self._context.end + 1))
+
+
+class TableTarget:
+    """A pretend target: fixed embedding and head."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        generator = np.random.default_rng(1)
+        shape = (vocab_size, hidden_size)
+        self._table = mx.array(generator.standard_normal(shape).astype(np.float32))
+        self._matrix = mx.array(0.4 * generator.standard_normal(shape).astype(np.float32))
+
+    def embed(self, ids_T: mx.array) -> mx.array:
+        return self._table[ids_T]
+
+    def head(self, hidden_TD: mx.array) -> mx.array:
+        return hidden_TD @ self._matrix.T
+
+    def to_host(self, array: mx.array) -> Any:
+        return array.tolist()
+
+
+def self_feeding(num_ids: int, kinds: str) -> SelfFeeding:
+    """Return a drafter over a vocabulary of `num_ids` and three padding rows; layers are `kinds`."""
+    config = draft_config(
+        {
+            "vocab_size": num_ids + 3,
+            "dflash_config.mask_token_id": num_ids + 1,
+            "layer_types": [f"{kinds}_attention"] * 2,
+        }
+    )
+    return SelfFeeding(
+        random_parameters(config),
+        config,
+        TableTarget(config.vocab_size, config.hidden_size),
+        lambda scores, seed, position: mx.random.categorical(
+            scores, key=mx.random.key(1000 * seed + position)
+        ),
+        dtype=mx.float32,
+        contraction="mean",
+        options=Dflash2Options(num_ids=num_ids),
+        digest="d",
+    )

@@ -152,19 +152,30 @@ def test_greedy_is_a_point_and_sampled_is_drawn_from_its_rows() -> None:
     assert all(token in row for token, row in zip(sampled.tokens, ids.tolist(), strict=True))
 
 
-def test_drawn_tokens_follow_their_row() -> None:
-    """The first slot's row does not depend on draws; over seeds its tokens must come as often as it says."""
+def test_every_token_is_drawn_from_its_row_with_a_key_of_its_own() -> None:
+    """The row handed to the verifier is the softmax of exactly what was drawn from."""
+    drawn: list[tuple[mx.array, int, int, mx.array]] = []
+
+    def record(scores_K: mx.array, seed: int, position: int) -> mx.array:
+        index = draw_draft(scores_K, seed, position)
+        drawn.append((scores_K, seed, position, index))
+        return index
+
     session = Session().observe(20)
-    one = session.propose(1, temperature=1.3)
-    ids, probs = np.array(one.row_ids)[0].tolist(), np.array(one.row_probs)[0]
-    assert probs.max() < 0.9  # else nothing is shown
-    drawn = [session.propose(1, temperature=1.3, seed=seed).tokens[0] for seed in range(200)]
-    counts = np.array([drawn.count(i) for i in ids])
-    expected = 200 * probs
-    large = expected >= 5
-    chi2 = (((counts - expected) ** 2) / expected)[large].sum()
-    assert chi2 < 18
-    assert counts.sum() == 200
+    session.drafter._draw = record
+    proposal = session.propose(temperature=2.5)
+    assert [(seed, position) for _, seed, position, _ in drawn] == [(SEED, 21 + slot) for slot in range(7)]
+    assert proposal.row_ids is not None
+    assert proposal.row_probs is not None
+    for slot, (scores, _, _, index) in enumerate(drawn):
+        assert mx.array_equal(mx.softmax(scores), proposal.row_probs[slot])
+        assert proposal.row_ids[slot][index].item() == proposal.tokens[slot]
+    cold = session.propose(temperature=0.5)
+    first = np.log(np.array(proposal.row_probs)[0]), np.log(np.array(cold.row_probs)[0])
+    np.testing.assert_allclose(
+        *((row - row[0]) * t for row, t in zip(first, (2.5, 0.5), strict=True)), atol=1e-3
+    )
+    assert len({session.propose(temperature=5.0, seed=seed).tokens for seed in range(8)}) > 4
 
 
 def test_a_draft_temperature_of_its_own_is_in_the_law() -> None:

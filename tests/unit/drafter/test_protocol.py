@@ -14,6 +14,7 @@ from drafter.errors import DrafterError
 from drafter.lookup import LookupDrafter
 from drafter.mtp import MtpDrafter
 from drafter.oracle import OracleDrafter
+from tests.tiny.drafts import self_feeding
 
 VOCAB = 13
 TEXT = [(3 * i + i // 4) % VOCAB for i in range(80)]
@@ -73,6 +74,8 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
             scores, key=mx.random.key(1000 * seed + position)
         ),
     ),
+    "dflash2": lambda: self_feeding(VOCAB, "sliding"),
+    "dflash2 that looks at everything": lambda: self_feeding(VOCAB, "full"),
 }
 
 
