@@ -186,6 +186,8 @@ def opened(
 
     engine = services.open_engine(model.directory, plan_request(memory, model, draft), progress)
     console.end_progress()
+    if draft.draft == "auto":
+        console.note(f"note: drafts come from {engine.plan.draft}: {engine.plan.draft_reason}")
     with closing(engine):
         yield engine
 

@@ -21,6 +21,7 @@ _CODES = {
     "UnsupportedCheckpoint": INCOMPATIBLE,
     "WeightMismatch": INCOMPATIBLE,
     "TokenizerMismatch": INCOMPATIBLE,
+    "MissingDrafter": INCOMPATIBLE,
     "ChatTemplateFailed": INCOMPATIBLE,
     "BudgetTooSmall": NOT_ENOUGH,
     "BudgetTooLarge": NOT_ENOUGH,

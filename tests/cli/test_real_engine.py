@@ -122,3 +122,42 @@ def test_two_processes_answer_from_one_checkpoint_alike(model):
     outcomes = [(*process.communicate(timeout=120), process.returncode) for process in both]
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][1:] == (b"", 0)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "mtp", "auto"])
+def test_a_seed_gives_the_same_text_with_every_drafter_and_says_who_drafted(model, draft):
+    words = ("run", "--model", model, "hello", "-m", "48", "--no-think", "--json", *WORDS)
+    plain, drafted = flashnext(*words), flashnext(*words, "--draft", draft, "--num-draft-tokens", 3)
+    assert drafted.exit_code == 0, drafted.output
+    document = json.loads(drafted.stdout)
+    assert document["text"] == json.loads(plain.stdout)["text"]
+    assert document["statistics"]["draft"]["drafter"] == ("mtp" if draft == "auto" else draft)
+    assert document["plan"]["draft"] == ("mtp" if draft == "auto" else draft)
+    if draft == "auto":
+        assert "drafts come from mtp: the best that is there" in drafted.stderr
+
+
+def test_a_drafter_that_the_checkpoint_lacks_is_refused_with_what_is_missing(tmp_path):
+    bare = build_mlx(tmp_path / "bare", mtp=False)
+    refused = flashnext("run", "--model", bare, "hello", "-m", "4", "--draft", "mtp", *WORDS)
+    assert refused.exit_code == 3
+    assert "hint:" in refused.stderr
+    fallen = flashnext("run", "--model", bare, "hello", "-m", "4", "--draft", "auto", *WORDS)
+    assert fallen.exit_code == 0, fallen.output
+    assert "note: drafts come from lookup: " in fallen.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--draft", "nobody"), 2),
+        (("--draft", "lookup", "--num-draft-tokens", "0"), 2),
+        (("--draft", "lookup", "--num-draft-tokens", "17"), 2),
+        (("--draft", "lookup", "--num-draft-tokens", "-3"), 2),
+        (("--draft-rule", "lucky"), 2),
+    ],
+)
+def test_impossible_drafts_are_usage_errors(model, flags, code):
+    result = flashnext("run", "--model", model, "hello", "-m", "4", *flags)
+    assert result.exit_code == code
+    assert "Traceback" not in result.output
