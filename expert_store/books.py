@@ -311,8 +311,9 @@ class Ledger:
         until_ns = self._busy_until_ns
         self._busy.sort()
         for started_ns, ready_ns in self._busy:
-            if ready_ns > until_ns:
-                self.exact_io_ns += ready_ns - max(started_ns, until_ns)
+            from_ns = max(started_ns, until_ns)
+            if ready_ns > from_ns:
+                self.exact_io_ns += ready_ns - from_ns
                 until_ns = ready_ns
         self._busy_until_ns = until_ns
         self._busy.clear()

@@ -1,8 +1,8 @@
 """The store against a model: requests, hints, reads, failures, generations in any order. T1-T6, S1-S6, K1-K3.
 
 The reader is stepped, so every interleaving is a list of rules and nothing sleeps. The model (store_model.py)
-knows which records are in memory, who pinned them, who leaves next, and what became of every ticket; memory is
-compared byte by byte. Planted faults at the end show that the machine sees what it is there to see.
+knows which records are in memory, who pinned them, who leaves next, and what became of every ticket; memory
+is compared byte by byte. Planted faults at the end show that the machine sees what it is there to see.
 """
 
 import errno
@@ -18,7 +18,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from expert_store import books, completion, dispatch, lease, prefetch, ranking, read_queue, slots
+from expert_store import (
+    books,
+    completion,
+    dispatch,
+    lease,
+    prefetch,
+    ranking,
+    read_queue,
+    slots,
+    unverified,
+)
 from expert_store.errors import (
     RecordCorrupt,
     SlotsExhausted,
@@ -40,7 +50,7 @@ NUM_EXPERTS = 7
 SLOTS = {0: 5, 1: 7}  # layer 1 has a slot for every expert, so slot == expert there
 LENGTHS = {0: (12, 5), 1: (40,)}
 MIN_EXACT = 3
-LIMITS = PrefetchLimits(max_queued=3, budget_bytes=120, min_exact_slots=MIN_EXACT)
+LIMITS = PrefetchLimits(max_queued=3, budget_bytes=200, min_exact_slots=MIN_EXACT)
 NUM_READERS = 3
 EXPECTED = {"short": RecordCorrupt, "eio": SourceFailed}
 EXACT, NEAR, SPECULATIVE = ReadClass
@@ -52,8 +62,8 @@ OWNERS = st.integers(1, 2)
 HINTS = st.lists(
     st.builds(
         Prefetch,
-        st.sampled_from([0, 0, 0, 1, 9]),
-        st.integers(-1, NUM_EXPERTS),
+        st.sampled_from([0] * 6 + [1] * 3 + [9]),
+        st.sampled_from([*range(NUM_EXPERTS)] * 3 + [-1, NUM_EXPERTS]),
         st.sampled_from([NEAR, SPECULATIVE]),
         st.sampled_from([0.2, 0.5, 0.9]),
         st.integers(0, 2),
@@ -108,24 +118,29 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(SlotsExhausted):
                 self.store.request(layer, experts, owner=owner, row_masks=masks)
             return None
+        num_wakes = self.rig.reader.num_wakes
         request = self.store.request(layer, experts, owner=owner, row_masks=masks)
-        return self.model.ask(request, layer, experts, owner, masks)
+        num_exact = len(self.model.exact)
+        asked = self.model.ask(request, layer, experts, owner, masks)
+        assert (self.rig.reader.num_wakes > num_wakes) == (len(self.model.exact) > num_exact), (
+            "a lost wake-up"
+        )
+        return asked
 
     @rule(layer=LAYERS, experts=EXPERTS, owner=OWNERS, is_kept=st.booleans(), is_block=st.booleans())
     def acquire(self, layer, experts, owner, is_kept, is_block):
         """Do in one step what a caller does: without this, evictions would be rare."""
         asked = self.ask(layer, experts, owner, [1, 2, 5] if is_block else None)
-        self.read_everything()
+        while asked is not None and asked.pending and (self.begin() or self.model.reading):
+            if self.model.reading:
+                self.finish(0, None)
         if asked is not None:
+            if asked.error is not None:
+                return
             asked.lease = asked.request.wait()
             if not is_kept:
                 asked.lease.release()
                 self.asked.remove(asked)
-
-    def read_everything(self):
-        while self.begin() or self.model.reading:
-            if self.model.reading:
-                self.finish(0, None)
 
     # Hints.
 
@@ -137,17 +152,26 @@ class StoreMachine(RuleBasedStateMachine):
         assert got == self.model.prefetch(hints, owner, generation)
         assert (self.rig.reader.num_wakes > num_wakes) == bool(got)
 
-    @rule(layer=LAYERS, owner=OWNERS, experts=EXPERTS)
-    def prefetch_well(self, layer, owner, experts):
-        """Read ahead what will be demanded, and see it through: without this, few guesses would be used."""
-        hints = [Prefetch(layer, expert, NEAR, 0.9, 1) for expert in experts]
-        self._prefetch(hints, owner)
-        self.read_everything()
-
-    def _prefetch(self, hints, owner):
+    @rule(
+        layer=LAYERS,
+        owner=OWNERS,
+        experts=EXPERTS,
+        guess_class=st.sampled_from([NEAR, SPECULATIVE]),
+        is_seen_through=st.booleans(),
+        is_demanded=st.booleans(),
+    )
+    def prefetch_well(self, layer, owner, experts, guess_class, is_seen_through, is_demanded):
+        """Read ahead, and mostly demand it: without this, few guesses would be joined or used."""
         generation = self.model.generations[owner]
+        hints = [Prefetch(layer, expert, guess_class, 0.9, 0) for expert in experts]
         got = self.store.prefetch(hints, owner=owner, generation=generation)
         assert got == self.model.prefetch(hints, owner, generation)
+        self.begin()
+        self.begin()
+        while is_seen_through and self.model.reading:
+            self.finish(0, None)
+        if is_demanded:
+            self.ask(layer, experts, owner, None)
 
     @rule(owner=OWNERS, num_rows=st.none() | st.integers(0, 3))
     def advance(self, owner, num_rows):
@@ -173,9 +197,15 @@ class StoreMachine(RuleBasedStateMachine):
         return job is not None
 
     @precondition(lambda self: self.model.reading)
-    @rule(data=st.data(), fault=st.sampled_from([None, None, None, "short", "eio"]))
-    def end_read(self, data, fault):
-        self.finish(data.draw(st.integers(0, len(self.model.reading) - 1)), fault)
+    @rule(index=st.integers(0, 3), fault=st.sampled_from([None, None, None, "short", "eio"]))
+    def end_read(self, index, fault):
+        self.finish(index % len(self.model.reading), fault)
+
+    @precondition(lambda self: self.model.exact)
+    @rule(index=st.integers(0, 3), fault=st.sampled_from([None, "short", "eio"]))
+    def read_one(self, index, fault):
+        self.begin()
+        self.finish(index % len(self.model.reading), fault)
 
     def finish(self, index, fault):
         self.rig.clock.advance(1)
@@ -321,7 +351,7 @@ def check_sums(got):
 
 
 STEPS = settings(
-    max_examples=400,
+    max_examples=480,  # of up to 50 steps, 44 on average
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -330,8 +360,16 @@ STEPS = settings(
 
 
 def test_the_store_agrees_with_the_model_over_twenty_thousand_steps():
-    assert STEPS.max_examples * STEPS.stateful_step_count >= 20_000
-    run_state_machine_as_test(StoreMachine, settings=STEPS)
+    num_steps = 0
+
+    class Counted(StoreMachine):
+        @invariant()
+        def count(self):
+            nonlocal num_steps
+            num_steps += 1
+
+    run_state_machine_as_test(Counted, settings=STEPS)
+    assert num_steps >= 20_000
 
 
 # Planted faults. Each breaks one promise inside the store; the machine above must notice.
@@ -394,20 +432,131 @@ def write_beyond_the_slot(patch):
     patch.setattr(dispatch.Dispatcher, "read", overrun)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        read_the_neighbour,
-        refill_a_slot_early,
-        evict_a_pinned_slot,
-        release_twice,
-        lose_a_wake_up,
-        forget_who_joined,
-        substitute_what_could_not_be_read,
-        forget_recency_on_hits,
-        write_beyond_the_slot,
-    ],
-)
+def wake_no_reader_for_a_guess_that_is_joined(patch):
+    issue = dispatch.Dispatcher.issue
+
+    def forgetful(self, shelf, missing, waiter, owner, generation):
+        before = self._reader.num_wakes
+        num_joined = issue(self, shelf, missing, waiter, owner, generation)
+        if num_joined == len(missing):
+            self._reader.num_wakes = before
+        return num_joined
+
+    patch.setattr(dispatch.Dispatcher, "issue", forgetful)
+
+
+def publish_what_is_stale(patch):
+    patch.setattr(prefetch.Prefetcher, "is_stale", lambda self, ticket: False)
+
+
+def read_guesses_first(patch):
+    def first(self):
+        return self._guesses[-1][4] if self._guesses else (self._exact or [None])[0]
+
+    def pop(self, now_ns):
+        ticket = first(self)
+        if self._guesses:
+            self._take_out(ticket)
+        else:
+            self._exact.popleft()
+        ticket.start(now_ns)
+        return ticket
+
+    patch.setattr(read_queue.ReadQueue, "first", first)
+    patch.setattr(read_queue.ReadQueue, "pop", pop)
+
+
+def let_guesses_take_the_last_slots(patch):
+    patch.setattr(prefetch.PrefetchLimits, "exact_slots", lambda self, num_slots: 0)
+
+
+def count_a_fate_twice(patch):
+    close = books.Ledger.close
+
+    def twice(self, read, fate):
+        close(self, read, fate)
+        self.classes[read.issued_class].fate_nums[fate] += fate is Fate.JOINED
+
+    patch.setattr(books.Ledger, "close", twice)
+
+
+def credit_a_guess_that_was_given_up(patch):
+    def used(self, ticket):
+        if ticket.fate is not None:
+            ticket.fate = None
+            self.ledger.close(ticket, Fate.IN_TIME)
+
+    patch.setattr(dispatch.Dispatcher, "used", used)
+
+
+def let_a_guess_fail_the_request_that_joined_it(patch):
+    patch.setattr(dispatch.Dispatcher, "_end_badly", dispatch.Dispatcher._fail)
+
+
+def make_a_guess_recent(patch):
+    def expect(self, expert, guess):
+        del guess
+        self._policy.admit(expert)
+
+    patch.setattr(ranking.Ranking, "expect", expect)
+
+
+def make_rejected_rows_recent(patch):
+    settle = unverified.UnverifiedDemands.settle
+    patch.setattr(unverified.UnverifiedDemands, "settle", lambda self, owner, rows: settle(self, owner, None))
+
+
+def touch_before_the_verdict(patch):
+    take = slots.SlotTable.take
+    patch.setattr(slots.SlotTable, "take", lambda self, experts, is_committed: take(self, experts))
+
+
+def spend_without_limit(patch):
+    let_in = prefetch.Prefetcher._let_in
+
+    def generous(self, hint, owner, generation, now_ns):
+        self._spent[owner] = 0
+        return let_in(self, hint, owner, generation, now_ns)
+
+    patch.setattr(prefetch.Prefetcher, "_let_in", generous)
+
+
+def use_every_reader_for_guesses(patch):
+    init = dispatch.Dispatcher.__init__
+
+    def greedy(self, *args):
+        init(self, *args)
+        self._max_guesses_reading += 1
+
+    patch.setattr(dispatch.Dispatcher, "__init__", greedy)
+
+
+PLANTS = [
+    read_the_neighbour,
+    refill_a_slot_early,
+    evict_a_pinned_slot,
+    release_twice,
+    lose_a_wake_up,
+    wake_no_reader_for_a_guess_that_is_joined,
+    forget_who_joined,
+    substitute_what_could_not_be_read,
+    forget_recency_on_hits,
+    write_beyond_the_slot,
+    publish_what_is_stale,
+    read_guesses_first,
+    let_guesses_take_the_last_slots,
+    count_a_fate_twice,
+    credit_a_guess_that_was_given_up,
+    let_a_guess_fail_the_request_that_joined_it,
+    make_a_guess_recent,
+    make_rejected_rows_recent,
+    touch_before_the_verdict,
+    spend_without_limit,
+    use_every_reader_for_guesses,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     quick = settings(STEPS, phases=[Phase.generate], verbosity=Verbosity.quiet, database=None)

@@ -51,7 +51,7 @@ def test_a_set_wider_than_the_slots_is_visited_in_halves():
     assert 0 < found.num_hits <= 4
 
 
-def test_what_fills_the_slots_at_the_start_need_not_count():
-    found = simulate([[1, 2], [1, 2], [1, 3]], 2, num_unmeasured=1)
+def test_what_only_fills_the_slots_need_not_count():
+    found = simulate([[1, 2], [1, 2], [1, 3]], 2, is_measured=[False, True, True])
     assert (found.num_demands, found.num_hits, found.hit_rate) == (4, 3, 0.75)
     assert simulate([], 2).hit_rate is None

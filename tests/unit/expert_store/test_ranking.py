@@ -1,0 +1,112 @@
+"""Who leaves first: cold records, the policy's choice, live ones; and what a guess may send away."""
+
+from collections import Counter
+
+import pytest
+
+from expert_store.policy.lru import LeastRecentlyUsed
+from expert_store.policy.slru import SegmentedLru
+from expert_store.ranking import Ranking
+
+
+class Guess:
+    def __init__(self, *, is_due=False):
+        self.is_due = is_due
+        self.told = Counter()
+
+    def used(self):
+        self.told["used"] += 1
+
+    def evicted(self):
+        self.told["evicted"] += 1
+
+
+def anybody(expert):
+    return True
+
+
+def filled(policy=LeastRecentlyUsed, max_expected=1):
+    """Demanded: 0, 1. Cold: 2 (a guess), 3 (of a rejected row). Live: 4 (a guess), 5 (of an open block)."""
+    ranking = Ranking(policy(8), 8, max_expected)
+    guesses = {2: Guess(), 4: Guess()}
+    ranking.miss(0, is_committed=True)
+    ranking.miss(1, is_committed=True)
+    ranking.expect(2, guesses[2])
+    ranking.miss(3, is_committed=False)
+    ranking.doubt(2)
+    ranking.reject([3])
+    ranking.expect(4, guesses[4])
+    ranking.miss(5, is_committed=False)
+    ranking.check(set(range(6)))
+    return ranking, guesses
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, SegmentedLru])
+def test_exact_demand_sends_away_cold_then_demanded_then_live(policy):
+    ranking, guesses = filled(policy)
+    assert [ranking.evict(anybody) for _ in range(7)] == [2, 3, 0, 1, 4, 5, None]
+    assert [guess.told for guess in guesses.values()] == [{"evicted": 1}, {"evicted": 1}]
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, SegmentedLru])
+def test_a_guess_never_sends_away_a_live_record_and_demanded_ones_only_while_few_are_expected(policy):
+    ranking, _ = filled(policy, max_expected=1)
+    assert [ranking.evict(anybody, for_guess=True) for _ in range(3)] == [2, 3, None]
+    ranking, _ = filled(policy, max_expected=2)
+    assert [ranking.evict(anybody, for_guess=True) for _ in range(5)] == [2, 3, 0, 1, None]
+
+
+def test_only_what_can_leave_is_sent_away():
+    ranking, guesses = filled()
+    assert ranking.evict(lambda expert: expert in (1, 4)) == 1
+    assert ranking.evict(lambda expert: expert == 4) == 4
+    assert ranking.evict(lambda expert: False) is None
+    assert guesses[2].told == {}
+
+
+@pytest.mark.parametrize("expert", [2, 4])
+def test_a_demand_of_a_guess_uses_it_once_and_makes_it_like_any_other(expert):
+    ranking, guesses = filled()
+    for _ in range(2):
+        ranking.hit([expert], is_committed=True)
+    assert guesses[expert].told == {"used": 1}
+    assert ranking.counts[expert] == 2
+    left = [ranking.evict(anybody) for _ in range(6)]
+    assert left.index(expert) > left.index(1)
+
+
+def test_an_uncommitted_demand_of_a_guess_uses_it_but_leaves_no_trace_in_the_order():
+    ranking, guesses = filled()
+    ranking.hit([4, 0], is_committed=False)
+    assert guesses[4].told == {"used": 1}
+    assert (ranking.counts[4], ranking.counts[0]) == (0, 1)
+    ranking.reject([4, 0])
+    assert [ranking.evict(anybody) for _ in range(4)] == [2, 3, 4, 0]
+
+
+def test_a_confirmed_demand_enters_in_its_order_and_once_in_a_segmented_policy():
+    ranking, _ = filled(SegmentedLru)
+    ranking.confirm([5, 0])
+    # 0 was demanded a second time and is protected; 5 was demanded once, by whatever way it came
+    assert [ranking.evict(anybody) for _ in range(5)] == [2, 3, 1, 5, 0]
+
+
+def test_a_guess_that_was_due_at_a_demand_and_not_in_it_turns_cold():
+    ranking = Ranking(LeastRecentlyUsed(8), 8, 4)
+    due, later = Guess(is_due=True), Guess()
+    ranking.expect(1, due)
+    ranking.expect(2, later)
+    ranking.miss(0, is_committed=True)
+    ranking.hit([], is_committed=True)
+    assert ranking.num_expected == 1
+    assert [ranking.evict(anybody) for _ in range(3)] == [1, 0, 2]
+
+
+def test_what_failed_is_forgotten_wherever_it_stood():
+    ranking, guesses = filled()
+    for expert in range(6):
+        ranking.remove(expert)
+    assert ranking.evict(anybody) is None
+    assert ranking.num_expected == 0
+    assert not guesses[2].told
+    assert not guesses[4].told
