@@ -1,13 +1,25 @@
 """The draft network equals the reference in every variant and round, however its context was filled."""
 
 import hashlib
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from drafter.api import DraftSampling
 from drafter.context import DraftContext
-from tests.parity.dflash2_goldens import GOLDEN_DIR, META, VARIANTS, load_variant, replay
+from drafter.dflash2 import Dflash2Drafter, Dflash2Options
+from tests.parity.dflash2_goldens import (
+    GOLDEN_DIR,
+    META,
+    VARIANTS,
+    arrays,
+    embed,
+    head,
+    load_variant,
+    replay,
+)
 
 
 @pytest.mark.parametrize("slack", [0, 64])
@@ -44,6 +56,52 @@ def test_a_snapshot_between_rounds_does_not_show(variant: str, slack: int) -> No
     assert found.agrees, (found.worst, found.wrong)
     for a, b in zip(straight, interrupted, strict=True):
         assert np.array_equal(a, b)
+
+
+class GoldenTarget:
+    """Embedding and head of the pretend target."""
+
+    def embed(self, ids_T: mx.array) -> mx.array:
+        return embed(ids_T)
+
+    def head(self, hidden_TD: mx.array) -> mx.array:
+        return head(hidden_TD)
+
+    def to_host(self, array: mx.array) -> Any:
+        return array.tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_drafter_proposes_the_recorded_paths(variant: str) -> None:
+    """P37: the block starts at the anchor, whose slot proposes nothing."""
+    config, params = load_variant(variant)
+    num_slots = 0
+
+    def draw(scores_K: mx.array, seed: int, position: int) -> mx.array:
+        raise AssertionError("the best path is not drawn")
+
+    drafter = Dflash2Drafter(
+        params,
+        config,
+        GoldenTarget(),
+        draw,
+        dtype=mx.float32,
+        contraction="none",
+        options=Dflash2Options(full_block=False),
+    )
+    features, tokens = arrays("goldens")["features"], arrays("goldens")["tokens"].tolist()
+    for about in META["variants"][variant]["rounds"]:
+        done, start = about["context_from"], about["start"]
+        drafter.observe(tokens[done:start], tokens[start], None, features_RF=features[done:start])
+        wanted = about["path"]
+        proposal = drafter.propose(len(wanted), DraftSampling(0.0, 0, start + 1))
+        assert list(proposal.tokens) == wanted
+        num_slots += len(wanted)
+    assert num_slots == 5 * 7 + 3
+    if config.has_selector:
+        assert drafter.counts.num_overrides == sum(
+            about["selector_changed"] for about in META["variants"][variant]["rounds"]
+        )
 
 
 def test_the_goldens_are_the_ones_that_were_recorded() -> None:
