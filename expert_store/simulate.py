@@ -47,7 +47,7 @@ def simulate(
     num_slots: int,
     policy: Callable[[int], EvictionPolicy] | None = None,
     *,
-    num_unmeasured: int = 0,
+    is_measured: Sequence[bool] | None = None,
 ) -> Simulated:
     """Serve the demands of one layer in order.
 
@@ -55,21 +55,22 @@ def simulate(
         demands: Sets of experts, each ascending.
         num_slots: Slots of the layer.
         policy: Made with the number of slots; None is Belady's.
-        num_unmeasured: Demands at the start that fill slots but do not count.
+        is_measured: Of each demand, whether it counts; None counts all. The others fill slots alone.
     """
     steps: list[tuple[Sequence[int], bool]] = []
     for number, wanted in enumerate(demands):
         width = num_slots if len(wanted) <= num_slots else max(1, num_slots // 2)
         starts = range(0, len(wanted), width)
-        steps += [(wanted[start : start + width], number >= num_unmeasured) for start in starts]
+        counts = is_measured is None or is_measured[number]
+        steps += [(wanted[start : start + width], counts) for start in starts]
     due: dict[int, int] = {}
     chooser = _Belady(due) if policy is None else policy(num_slots)
     resident: set[int] = set()
     num_demands = num_hits = 0
     next_uses = _next_uses([wanted for wanted, _ in steps])
-    for (wanted, is_measured), next_use in zip(steps, next_uses, strict=True):
+    for (wanted, counts), next_use in zip(steps, next_uses, strict=True):
         hits = [expert for expert in wanted if expert in resident]
-        if is_measured:
+        if counts:
             num_demands += len(wanted)
             num_hits += len(hits)
         due.update(zip(wanted, next_use, strict=True))

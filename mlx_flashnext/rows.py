@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from expert_store.rows import RowBatch, RowTable
+from expert_store.stats import RowStatistics
 from mlx_flashnext.banks import RowBanks
 from mlx_flashnext.checkpoint import NgramLayout
 from mlx_flashnext.model.quant import dequantize_rows
@@ -48,6 +49,10 @@ class StreamedRows:
         """
         batch = self._table.gather([row for rows in rows_TN for row in rows])
         return PendingNgramRows(self, batch, len(rows_TN), len(rows_TN[0]))
+
+    def statistics(self) -> RowStatistics:
+        """Return what was read so far."""
+        return self._table.statistics()
 
     def assemble(self, batch: RowBatch, num_positions: int, num_heads: int) -> mx.array:
         """Return the landed rows as [T, N, width] in the compute type."""

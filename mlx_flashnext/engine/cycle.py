@@ -6,8 +6,9 @@ verification keeps the a proposals that the target would have chosen itself and 
 own, the correction or the bonus. Plain decode is k = 0: there is no second loop.
 
     1  propose    the drafter guesses what follows the anchor; the governor says how many tokens pay
-    2  rows       n-gram rows of the block are issued: their ids depend on token ids alone
-    3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute
+    2  hint       guesses of the block's routes become reads ahead; n-gram rows are issued: they are known
+    3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute;
+                  what the layer says of later ones is handed over while its own records are on their way
     4  verify     accepted prefix and one token more; reading them is the last wait
     5  admit      the answer may end inside the block: stop ids, stop strings
     6  commit     everything the sequence carries moves to the last kept row, all or nothing
@@ -18,19 +19,22 @@ Waits for the device per cycle: one per streamed layer, plus one, plus those of 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from drafter.api import Drafter
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
 from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import verify
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync, fence
-from mlx_flashnext.state import SequenceState, Snapshot
+from mlx_flashnext.rows import StreamedRows
+from mlx_flashnext.state import Block, SequenceState, Snapshot
 
 
 @dataclass(slots=True)
@@ -41,12 +45,14 @@ class Target:
         model: the network.
         experts: where routed experts come from.
         store: the expert store behind them.
+        rows: where rows of the n-gram table come from.
         sync: counter of waits for the device.
     """
 
     model: FlashNext
     experts: StreamedExperts
     store: ExpertStore
+    rows: StreamedRows
     sync: HostSync
 
 
@@ -63,15 +69,23 @@ class Timeline:
     """One sequence in the making: what the state has consumed, the anchor, and the generation.
 
     Invariants:
+        I1  `hints` hears of passes and hands over reads; nothing it says reaches model, state or verdict.
         I2  `tokens` are exactly the tokens that `state` has consumed; the anchor is not among them.
     """
 
     def __init__(
-        self, target: Target, state: SequenceState, drafter: Drafter | None, governor: Governor, owner: int
+        self,
+        target: Target,
+        state: SequenceState,
+        drafter: Drafter | None,
+        governor: Governor,
+        owner: int,
+        hints: Hints | None = None,
     ) -> None:
         self.target = target
         self.state = state
         self.owner = owner
+        self.hints = hints
         self.tokens: list[int] = []
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
@@ -84,9 +98,8 @@ class Timeline:
             next_token: the prompt's token after them.
             rows_after: rows of the prompt behind this chunk.
         """
-        self.target.experts.owner = self.owner
         wants = self.drafting.wants(rows_after)
-        with self.state.begin(len(chunk), revocable=False) as block:
+        with self._pass(chunk, is_revocable=False) as block:
             output = self.target.model.forward(
                 chunk, block, logits="none", taps=wants.taps, contraction=wants.contraction
             )
@@ -112,7 +125,7 @@ class Timeline:
         proposal = drafting.propose(room, sampler)
         tokens = [anchor, *proposal.tokens]
         wants = drafting.wants()
-        with self.state.begin(len(tokens)) as block:
+        with self._pass(tokens, is_revocable=True) as block:
             output = target.model.forward(
                 tokens, block, logits="all", taps=wants.taps, contraction=wants.contraction
             )
@@ -137,8 +150,34 @@ class Timeline:
         del self.tokens[snapshot.num_tokens :]
         self._advance(())
 
+    def rest(self) -> None:
+        """End an answer, well or not: what was read ahead for it is nobody's any more.
+
+        Another answer may be running on the same target.
+        """
+        self.generation += LONGEST_HINT + 1
+        self.target.store.advance(self.owner, self.generation, num_rows=0)
+
+    @contextmanager
+    def _pass(self, tokens: Sequence[int], *, is_revocable: bool) -> Generator[Block]:
+        """Open a block; within, the experts know whose it is and who listens, and what is guessed is read."""
+        experts = self.target.experts
+        experts.owner, experts.generation = self.owner, self.generation
+        experts.num_unverified = len(tokens) if is_revocable and len(tokens) > 1 else 0
+        experts.listener = self.hints
+        try:
+            if self.hints is not None:
+                experts.hand_over(self.hints.begin(tokens, len(self.tokens), is_prefill=not is_revocable))
+            with self.state.begin(len(tokens), revocable=is_revocable) as block:
+                yield block
+        finally:
+            experts.listener = None
+            experts.num_unverified = 0
+
     def _advance(self, consumed: Sequence[int]) -> None:
         self.target.experts.device_idle()
         self.tokens.extend(consumed)
         self.generation += 1
-        self.target.store.advance(self.owner, self.generation)
+        self.target.store.advance(self.owner, self.generation, num_rows=len(consumed))
+        if self.hints is not None:
+            self.hints.commit(len(consumed))

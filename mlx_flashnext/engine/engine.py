@@ -16,6 +16,7 @@ import mlx.core as mx
 from drafter.api import Drafter
 from drafter.lookup import LookupDrafter
 from drafter.mtp import MtpDrafter
+from expert_store.prefetch import PrefetchLimits
 from expert_store.rows import RowTable
 from expert_store.source import ByteSource, FileSource
 from expert_store.store import ExpertStore
@@ -27,10 +28,12 @@ from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClose
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
 from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.mtp_view import MtpView, open_mtp_view
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
+from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
 from mlx_flashnext.engine.verify import Asked
 from mlx_flashnext.experts import StreamedExperts
@@ -111,15 +114,18 @@ class Engine:
             target, mtp = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
             return cls(checkpoint, tokenizer, plan, target, mtp, resources.pop_all())
 
-    def session(self, drafter: Drafter | None = None, *, is_guarded: bool = True) -> "Session":
+    def session(
+        self, drafter: Drafter | None = None, *, is_guarded: bool = True, hints: Hints | None = None
+    ) -> "Session":
         """Return a new, empty timeline.
 
         Args:
             drafter: who proposes, instead of the one that was planned; the session's own from now on.
             is_guarded: False proposes as many tokens as may be, whether that pays or not.
+            hints: who says what to read ahead, instead of the kind that was planned; the session's own.
         """
         self.check_usable()
-        return Session(self, drafter, is_guarded=is_guarded)
+        return Session(self, drafter, is_guarded=is_guarded, hints=hints or self._planned_hints())
 
     def check_usable(self) -> None:
         """Raise EngineClosed after `close`, and WrongThread on any thread but the one that opened it."""
@@ -130,12 +136,15 @@ class Engine:
                 "The engine was opened on another thread", hint="open it on the thread that asks for answers"
             )
 
-    def new_timeline(self, drafter: Drafter | None, governor: Governor) -> Timeline:
+    def new_timeline(
+        self, drafter: Drafter | None, governor: Governor, hints: Hints | None = None
+    ) -> Timeline:
         """Return an empty timeline with an owner id of its own, so that its generations start at nought.
 
         Args:
             drafter: who proposes; None for the planned one, if any.
             governor: how many.
+            hints: who says what to read ahead.
         """
         self._num_timelines += 1
         if drafter is not None:
@@ -145,7 +154,15 @@ class Engine:
         elif self._mtp is not None:
             drafter = MtpDrafter(self._mtp)
         state = self.target.model.new_state()
-        return Timeline(self.target, state, drafter, governor, owner=self._num_timelines)
+        return Timeline(self.target, state, drafter, governor, self._num_timelines, hints)
+
+    def _planned_hints(self) -> Hints | None:
+        if self.plan.hints == "off" or self.plan.is_resident:
+            return None
+        layouts = self.checkpoint.experts
+        layers = {layer: layout.record.num_experts for layer, layout in layouts.items()}
+        setting = PredictorSetting(layers, self.config.num_experts_per_tok, self.target.store.demand_counts())
+        return Hints(make_predictor(self.plan.hints, setting), self.config.num_hidden_layers)
 
     def close(self) -> None:
         """Join the reader threads and close the files. Safe to call twice."""
@@ -175,28 +192,32 @@ def _open_target(
     slots = dict.fromkeys(layouts, plan.slots_per_layer)
     banks = SlotBanks(layouts, slots)
     records = {layer: layout.record for layer, layout in layouts.items()}
-    store = ExpertStore(records, source, banks, slots=slots, policy=plan.policy, num_readers=plan.num_readers)
+    # Guesses leave each layer what the widest block can ask of it at once.
+    widest = checkpoint.config.num_experts_per_tok * (plan.num_draft_tokens + 1)
+    store = ExpertStore(
+        records,
+        source,
+        banks,
+        slots=slots,
+        policy=plan.policy,
+        num_readers=plan.num_readers,
+        limits=PrefetchLimits(min_exact_slots=widest),
+    )
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
     table = RowTable(checkpoint.ngram.record, source, row_banks, num_readers=plan.num_readers)
     resources.callback(table.close)
     sync = HostSync()
     experts = StreamedExperts(store, banks, slots, sync)
-    model = FlashNext(
-        checkpoint.config,
-        weights,
-        experts,
-        StreamedRows(table, row_banks, checkpoint.ngram, dtype, weights.ngram_scale()),
-        sync,
-        compute_dtype=dtype,
-    )
+    rows = StreamedRows(table, row_banks, checkpoint.ngram, dtype, weights.ngram_scale())
+    model = FlashNext(checkpoint.config, weights, experts, rows, sync, compute_dtype=dtype)
     mtp = None
     if plan.draft == "mtp":
         mtp = open_mtp_view(model, weights, experts, sync)
     weights.check_all_used()
     if plan.is_resident:
         experts.preload(tuple(slots), lambda done, total: progress("experts", done, total))
-    return Target(model, experts, store, sync), mtp
+    return Target(model, experts, store, rows, sync), mtp
 
 
 class Session:
@@ -207,9 +228,12 @@ class Session:
             patched.
     """
 
-    def __init__(self, engine: Engine, drafter: Drafter | None, *, is_guarded: bool) -> None:
+    def __init__(
+        self, engine: Engine, drafter: Drafter | None, *, is_guarded: bool, hints: Hints | None = None
+    ) -> None:
         self._engine = engine
         self._drafter = drafter
+        self._hints = hints
         self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
         self._timeline: Timeline | None = None
         self._snapshots: list[TimelineSnapshot] = []
@@ -296,6 +320,8 @@ class Session:
             target.experts.device_idle()
             self._snapshots.clear()
             raise
+        finally:
+            timeline.rest()
         self._timeline = timeline
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
@@ -316,7 +342,7 @@ class Session:
                 return kept
         self._snapshots.clear()
         del kept  # free the old state before the new one grows
-        return self._engine.new_timeline(self._drafter, self._governor)
+        return self._engine.new_timeline(self._drafter, self._governor, self._hints)
 
     def _keep_snapshot(self, timeline: Timeline) -> None:
         """Keep the newest few; older turns are read again if a conversation goes back that far."""

@@ -24,6 +24,8 @@ from mlx_flashnext.experts import HandOver
 
 MAX_HINTS: Final = 2048
 """Hints of one hand-over. The real model chooses 480 records a token; a predictor may be anything."""
+LONGEST_HINT: Final = 1
+"""Passes after the running one that a hint may be for; what is further ahead is cut to it."""
 
 
 class Hints:
@@ -86,7 +88,9 @@ class Hints:
         return self._ahead(guesses, ReadClass.NEAR)
 
     def commit(self, num_rows: int) -> None:
-        """Close the block; its first `num_rows` rows stay."""
+        """Close the block, if one is open; its first `num_rows` rows stay."""
+        if not self._is_open:
+            return
         self._is_open = False
         if self._log is not None:
             self._log.commit(num_rows)
@@ -112,8 +116,8 @@ class Hints:
         try:
             for layer, expert, confidence, passes_ahead in guesses[:MAX_HINTS]:
                 deadline = (self._pass + passes_ahead) * self._num_layers + layer
-                if passes_ahead > furthest:
-                    furthest = passes_ahead
+                if passes_ahead > 0:
+                    furthest = LONGEST_HINT
                 kind = ReadClass.SPECULATIVE if passes_ahead else read_class
                 hints.append(Prefetch(layer, expert, kind, confidence, deadline))
         except Exception as error:  # noqa: BLE001 - predictors may say anything

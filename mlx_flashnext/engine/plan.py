@@ -19,6 +19,7 @@ from mlx_flashnext.engine.errors import (
     MissingDrafter,
 )
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
+from mlx_flashnext.engine.predictors import HINTS
 from mlx_flashnext.engine.sizes import PlanLine, Sizes
 
 MAX_READERS = 256
@@ -48,6 +49,7 @@ class PlanRequest:
         num_draft_tokens: most proposals of one cycle.
         num_snapshots: earlier points of a conversation to keep, so that a prompt which leaves it there need
             not be read again; fewer are kept where memory is short.
+        hints: who says what to read ahead: one of `HINTS`, but for `oracle`, which needs a recorded run.
     """
 
     memory_bytes: int | None = None
@@ -60,6 +62,7 @@ class PlanRequest:
     draft: str = "none"
     num_draft_tokens: int | None = None
     num_snapshots: int = 4
+    hints: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Plan:
         draft_reason: why this one.
         num_draft_tokens: most proposals of one cycle; 0 without a drafter.
         num_snapshots: snapshots that may be kept at a time.
+        hints: who says what to read ahead.
     """
 
     lines: tuple[PlanLine, ...]
@@ -103,6 +107,7 @@ class Plan:
     draft_reason: str
     num_draft_tokens: int
     num_snapshots: int
+    hints: str
 
     @property
     def total_bytes(self) -> int:
@@ -189,6 +194,7 @@ def _plan_with(
         draft_reason=reason,
         num_draft_tokens=num_draft_tokens,
         num_snapshots=num_snapshots,
+        hints=request.hints,
     )
 
 
@@ -281,6 +287,9 @@ def _check_draft(request: PlanRequest, checkpoint: Checkpoint) -> None:
             f"At most {MAX_PROPOSALS} tokens are drafted at a time: {request.num_draft_tokens}",
             hint="2 to 4 are the usual best",
         )
+    if request.hints not in HINTS or request.hints == "oracle":
+        known = ", ".join(kind for kind in HINTS if kind != "oracle")
+        raise InvalidRequest(f"Hints cannot come from: {request.hints}", hint=f"there are {known}")
     if not 0 <= request.num_snapshots <= MAX_SNAPSHOTS:
         raise InvalidRequest(
             f"Snapshots must be from 0 to {MAX_SNAPSHOTS}: {request.num_snapshots}",

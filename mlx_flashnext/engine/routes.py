@@ -4,6 +4,7 @@ Entry points: `RouteLog` (while a model runs), `RecordedRoutes` (what a run left
 Only streamed layers are seen: where every expert is resident, ids never come to the host.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +21,14 @@ class Pass:
         num_rows: tokens in it.
         num_kept: rows that were committed; 0 while it runs, and for good if it failed.
         routes: the rows' experts by layer, in the order in which layers ran.
+        committed_ns: when it was committed, on the clock of `time.perf_counter_ns`.
     """
 
     position: int
     num_rows: int
     num_kept: int = 0
     routes: dict[int, Rows] = field(default_factory=dict[int, Rows])
+    committed_ns: int = 0
 
 
 class RouteLog:
@@ -49,6 +52,7 @@ class RouteLog:
     def commit(self, num_rows: int) -> None:
         """Close the pass; its first `num_rows` rows stay."""
         self.passes[-1].num_kept = num_rows
+        self.passes[-1].committed_ns = time.perf_counter_ns()
 
 
 class RecordedRoutes:
