@@ -207,6 +207,7 @@ def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions =
         prefill_step=memory.prefill_step_size,
         policy=memory.policy,
         num_readers=memory.readers,
+        verify_reads=memory.verify_reads,
         draft=draft.draft,
         num_draft_tokens=draft.num_draft_tokens,
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.plan import Plan, PlanRequest
     from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.packing import Packed, Verified
     from mlx_flashnext.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -134,6 +135,18 @@ def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Che
     return checkpoint, examine(checkpoint, detect_machine(), progress=progress)
 
 
+def _pack_checkpoint(directory: Path, target: Path, progress: Progress) -> Packed:
+    from mlx_flashnext.packing import pack_checkpoint
+
+    return pack_checkpoint(directory, target, progress=progress)
+
+
+def _verify_pack(directory: Path, progress: Progress) -> Verified:
+    from mlx_flashnext.packing import verify_pack
+
+    return verify_pack(directory, progress=progress)
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What commands call below the command line."""
@@ -143,3 +156,5 @@ class Services:
     inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan
     examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine
+    pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
+    verify_pack: Callable[[Path, Progress], Verified] = _verify_pack

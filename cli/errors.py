@@ -19,6 +19,8 @@ _CODES = {
     "RecordCorrupt": DAMAGED,
     "SourceChanged": DAMAGED,
     "UnsupportedCheckpoint": INCOMPATIBLE,
+    "PackVersionUnsupported": INCOMPATIBLE,
+    "NotEnoughSpace": NOT_ENOUGH,
     "WeightMismatch": INCOMPATIBLE,
     "TokenizerMismatch": INCOMPATIBLE,
     "MissingDrafter": INCOMPATIBLE,

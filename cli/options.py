@@ -81,6 +81,14 @@ class MemoryOptions:
         Literal["lru", "slru"],
         typer.Option("--policy", help="Which expert leaves a full layer.", rich_help_panel=_MEMORY),
     ] = "lru"
+    verify_reads: Annotated[
+        Literal["first", "every"],
+        typer.Option(
+            "--verify-reads",
+            help="Compare the records of a pack with their digests at their first read, or at every read.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "first"
     readers: Annotated[
         int | None,
         typer.Option(

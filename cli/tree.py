@@ -12,6 +12,7 @@ from cli.command import CommandGroup, CommandPage, command
 from cli.commands.bench import bench
 from cli.commands.chat import chat
 from cli.commands.doctor import doctor
+from cli.commands.pack import pack, verify
 from cli.commands.plan import plan
 from cli.commands.run import run
 from cli.commands.show import show
@@ -37,6 +38,14 @@ Examples:
   flashnext show ./my-checkpoint --json
 """
 
+PACK_EXAMPLES = """\
+Examples:
+  flashnext pack Qwen/Qwen3.8-Flash-Next ./flash-next-pack
+"""
+VERIFY_EXAMPLES = """\
+Examples:
+  flashnext verify ./flash-next-pack
+"""
 BENCH_EXAMPLES = """\
 Examples:
   flashnext bench
@@ -62,6 +71,8 @@ app.command("generate", cls=CommandPage, epilog=RUN_EXAMPLES, hidden=True)(comma
 app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
 app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
 app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
+app.command("pack", cls=CommandPage, epilog=PACK_EXAMPLES)(command(pack))
+app.command("verify", cls=CommandPage, epilog=VERIFY_EXAMPLES)(command(verify))
 app.command("bench", cls=CommandPage, epilog=BENCH_EXAMPLES)(command(bench))
 app.command("doctor", cls=CommandPage, epilog=DOCTOR_EXAMPLES)(command(doctor))
 

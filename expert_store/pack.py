@@ -163,6 +163,9 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = _DECODER.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _corrupt(f"Manifest is malformed: {error}") from error
+    for file in manifest.files:
+        if not _FILE_NAME.fullmatch(file.name):
+            raise _corrupt(f"Manifest lists a file that is not a plain name: {file.name!r}", file=file.name)
     if manifest.computed_identity() != manifest.identity:
         raise _corrupt(
             f"Manifest was altered: its content gives {manifest.computed_identity()[:16]}, "
@@ -179,8 +182,6 @@ def record_tensors(manifest: Manifest, table: TensorTable) -> dict[int, tuple[Te
             the manifest lists and the folder lacks.
     """
     for file in manifest.files:
-        if not _FILE_NAME.fullmatch(file.name):
-            raise _corrupt(f"Manifest lists a file that is not a plain name: {file.name!r}", file=file.name)
         if not (table.directory / file.name).is_file():
             raise _corrupt(f"Pack lacks a file of its manifest: {file.name}", file=file.name)
     found: dict[int, tuple[TensorInfo, ...]] = {}

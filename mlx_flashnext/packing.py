@@ -25,11 +25,11 @@ from expert_store.pack import MANIFEST_NAME, Manifest, PackComponent, PackLayer,
 from expert_store.pack_writer import LayerToPack, PackWriter
 from expert_store.safetensors_file import open_regular
 from expert_store.safetensors_index import INDEX_NAME, TensorInfo
-from expert_store.source import ByteSource, FileSource
+from expert_store.source import ByteSource, FileSource, read_failed
 from expert_store.staging import StagedDirectory
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, open_checkpoint
-from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
 from mlx_flashnext.regular_file import read_regular
 
 Progress = Callable[[str, int, int], None]
@@ -46,12 +46,21 @@ def _silent(_stage: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What `pack_checkpoint` made."""
+    """What `pack_checkpoint` made.
+
+    Attributes:
+        directory: Where it is.
+        identity: Of its manifest.
+        num_records: Experts of all layers.
+        num_bytes: Its size, but for the manifest.
+        reads_before: Reads that one expert of the source takes, at most; one of the pack takes one.
+    """
 
     directory: Path
     identity: str
     num_records: int
     num_bytes: int
+    reads_before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,8 @@ def pack_checkpoint(
             _spot_check(staged.partial, manifest)
             staged.publish()
     num_records = sum(layer.num_experts for layer in manifest.layers)
-    return Packed(target, manifest.identity, num_records, writer.total_bytes)
+    reads = max(len(layout.record.reads(0)) for layout in checkpoint.experts.values())
+    return Packed(target, manifest.identity, num_records, writer.total_bytes, reads)
 
 
 def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:
@@ -128,13 +138,23 @@ def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:
         raise UnsupportedCheckpoint(
             f"This is not a pack: {directory} has no {MANIFEST_NAME}", hint="make one with flashnext pack"
         )
-    manifest, checkpoint = read_manifest(directory), open_checkpoint(directory)
-    layers = {layer.layer: layer for layer in manifest.layers}
-    layouts = checkpoint.expert_layouts(mtp=True)
+    manifest = read_manifest(directory)
     total = sum(layer.stride * layer.num_experts for layer in manifest.layers)
     total += sum(file.size for file in manifest.files)
     damaged: list[StoreError] = []
     done = 0
+    for file in manifest.files:
+        damaged += _check_file(directory, file.name, file.size, file.digest)
+        done += file.size
+        progress("verifying", done, total)
+    try:
+        checkpoint = open_checkpoint(directory)
+    except (StoreError, ModelError):
+        if damaged:  # a damaged config does not open, and is the answer
+            return Verified(manifest.identity, 0, len(manifest.files), done, tuple(damaged))
+        raise
+    layers = {layer.layer: layer for layer in manifest.layers}
+    layouts = checkpoint.expert_layouts(mtp=True)
     with FileSource(checkpoint.table.files, cache="bypass") as files:
         for number, layout in layouts.items():
             layer = layers[number]
@@ -142,10 +162,6 @@ def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:
                 damaged += _check_record(files, layout, layer, expert)
                 done += layer.stride
                 progress("verifying", done, total)
-    for file in manifest.files:
-        damaged += _check_file(directory, file.name, file.size, file.digest)
-        done += file.size
-        progress("verifying", done, total)
     num_records = sum(layer.num_experts for layer in manifest.layers)
     return Verified(manifest.identity, num_records, len(manifest.files), done, tuple(damaged))
 
@@ -235,10 +251,17 @@ def _check_record(
 
 def _check_file(directory: Path, name: str, size: int, digest: str) -> Iterator[StoreError]:
     hasher, count = xxh3_128(), 0
-    with open_regular(directory / name, name) as (stream, _):
-        while part := stream.read(CHUNK_BYTES):
-            hasher.update(part)
-            count += len(part)
+    try:
+        with open_regular(directory / name, name) as (stream, _):
+            while part := stream.read(CHUNK_BYTES):
+                hasher.update(part)
+                count += len(part)
+    except OSError as error:
+        yield read_failed(error, name, count)
+        return
+    except StoreError as error:
+        yield error
+        return
     if (count, hasher.hexdigest()) != (size, digest):
         yield CheckpointCorrupt(
             f"File is damaged: {name}: {count} bytes of digest {hasher.hexdigest()}, the pack says {size} of "

@@ -353,6 +353,13 @@ def test_a_forged_manifest_is_refused_by_what_is_wrong_with_it(pack, name):
     assert "\n" not in caught.value.message
 
 
+def test_a_forged_name_is_refused_before_the_file_is_looked_at(pack, tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    edit_manifest(pack, lambda m: m["files"][0].update(name="../secret"))
+    with pytest.raises(CheckpointCorrupt, match="not a plain name"):
+        verify_pack(pack)
+
+
 def test_a_manifest_that_was_altered_is_refused_by_its_identity(pack):
     edit_manifest(pack, lambda m: m["layers"][0]["digests"].__setitem__(0, "0" * 32), reseal=False)
     with pytest.raises(CheckpointCorrupt, match="altered"):

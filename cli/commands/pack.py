@@ -1,0 +1,101 @@
+"""`flashnext pack` and `flashnext verify`: one aligned record an expert, each with its digest."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.console import Console, counted, size
+from cli.engine_factory import Services
+from cli.errors import DAMAGED, OK, describe
+from cli.model_path import find_model
+from cli.settings import expanded
+
+MOST_DAMAGED = 10
+
+
+def pack(
+    context: typer.Context,
+    console: Console,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or Hub id in the local cache.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to make; must not exist.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Rewrite a checkpoint so that every expert is one read, with a digest that each read is compared with.
+
+    Not needed to run a model. OUT holds all of it and takes as much space again; the original may then be
+    deleted. A run that was cut short goes on where it stopped; OUT appears only once it is whole.
+    """
+    services: Services = context.obj
+    found = find_model(model)
+    packed = services.pack_checkpoint(
+        found.directory,
+        expanded(out),
+        lambda stage, done, total: console.progress(stage, done, total, is_bytes=True),
+    )
+    console.end_progress()
+    if json:
+        console.document(
+            {
+                "directory": str(packed.directory),
+                "identity": packed.identity,
+                "num_records": packed.num_records,
+                "bytes": packed.num_bytes,
+                "reads_per_record": {"before": packed.reads_before, "now": 1},
+            }
+        )
+        return OK
+    reads = counted(packed.reads_before, "read")
+    facts = (
+        (
+            "packed",
+            f"{counted(packed.num_records, 'record')}, {size(packed.num_bytes)}, in {packed.directory}",
+        ),
+        ("identity", packed.identity),
+        ("an expert", f"one read; {reads} from {found.label}"),
+        ("next", f"flashnext run --model {packed.directory}"),
+    )
+    for name, fact in facts:
+        console.line(f"{name:<9}  {fact}")
+    return OK
+
+
+def verify(
+    context: typer.Context,
+    console: Console,
+    target: Annotated[str, typer.Argument(metavar="PACK", help="A directory made by flashnext pack.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Read a whole pack and compare every record and file with its digest.
+
+    Exit code 5 means that something is damaged; what is, is listed.
+    """
+    services: Services = context.obj
+    found = find_model(target)
+    verified = services.verify_pack(
+        Path(found.directory),
+        lambda stage, done, total: console.progress(stage, done, total, is_bytes=True),
+    )
+    console.end_progress()
+    failures = [describe(error) for error in verified.damaged]
+    if json:
+        document: dict[str, Any] = {
+            "identity": verified.identity,
+            "num_records": verified.num_records,
+            "num_files": verified.num_files,
+            "bytes": verified.num_bytes,
+            "damaged": [failure.to_dict()["error"] for failure in failures],
+        }
+        console.document(document)
+    else:
+        records, files = counted(verified.num_records, "record"), counted(verified.num_files, "file")
+        console.line(f"compared  {records} and {files}, {size(verified.num_bytes)}")
+        console.line(f"identity  {verified.identity}")
+        for failure in failures[:MOST_DAMAGED]:
+            console.line(f"damaged   {failure.message}")
+        if len(failures) > MOST_DAMAGED:
+            console.line(f"          and {len(failures) - MOST_DAMAGED} more; --json lists them")
+        console.line(f"damaged   {len(failures)}" if failures else "damaged   nothing")
+    return DAMAGED if failures else OK

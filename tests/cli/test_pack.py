@@ -1,0 +1,105 @@
+"""`flashnext pack` and `flashnext verify`: what they print, where, and with which exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.engine_factory import Services
+from cli.tree import app
+from expert_store.errors import NotEnoughSpace, PackVersionUnsupported
+from tests.tiny.checkpoints import build_mlx
+from tests.tiny.packs import edit_manifest, flip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_mlx(tmp_path_factory.mktemp("mlx") / "model")
+
+
+def flashnext(*words: object, services: Services | None = None):
+    return CliRunner().invoke(app, [str(word) for word in words], obj=services or Services())
+
+
+def test_a_pack_is_made_shown_verified_and_runs(source, tmp_path):
+    made = flashnext("pack", source, tmp_path / "pack")
+    assert made.exit_code == 0, made.output
+    assert "80 records" in made.stdout
+    assert "one read; 9 reads from" in made.stdout
+    assert f"flashnext run --model {tmp_path / 'pack'}" in made.stdout
+    assert made.stderr == ""
+    shown = json.loads(flashnext("show", tmp_path / "pack", "--json").stdout)
+    assert (shown["model"]["layout"], shown["unknown"], shown["missing"]) == ("pack", [], [])
+    assert sum(line["count"] for line in shown["tensors"].values()) == 335 + 80
+    checked = flashnext("verify", tmp_path / "pack")
+    assert (checked.exit_code, checked.stderr) == (0, "")
+    assert "damaged   nothing" in checked.stdout
+
+
+def test_documents_for_programs(source, tmp_path):
+    made = json.loads(flashnext("pack", source, tmp_path / "pack", "--json").stdout)
+    assert made["reads_per_record"] == {"before": 9, "now": 1}
+    checked = json.loads(flashnext("verify", tmp_path / "pack", "--json").stdout)
+    assert (checked["identity"], checked["num_records"], checked["damaged"]) == (made["identity"], 80, [])
+
+
+def test_damage_is_listed_with_exit_code_5(source, tmp_path):
+    flashnext("pack", source, tmp_path / "pack")
+    for expert in range(12):
+        flip(tmp_path / "pack/experts-001.safetensors", 16384 * (expert + 1))
+    flip(tmp_path / "pack/tokenizer.json", -1)
+    result = flashnext("verify", tmp_path / "pack")
+    assert result.exit_code == 5
+    assert "File is damaged: tokenizer.json" in result.stdout
+    assert "expert 0 of layer 1" in result.stdout
+    assert "and 3 more; --json lists them" in result.stdout
+    listed = json.loads(flashnext("verify", tmp_path / "pack", "--json").stdout)["damaged"]
+    assert [error["type"] for error in listed] == ["CheckpointCorrupt"] + ["RecordCorrupt"] * 12
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_damaged_config_is_damage_though_nothing_opens(source, tmp_path, damage):
+    flashnext("pack", source, tmp_path / "pack")
+    if damage == "changed":
+        flip(tmp_path / "pack/config.json", -1)
+    else:
+        (tmp_path / "pack/generation_config.json").unlink()
+    result = flashnext("verify", tmp_path / "pack")
+    assert result.exit_code == 5
+    assert "config.json" in result.stdout
+
+
+def test_refusals_have_their_exit_codes_and_hints(source, tmp_path):
+    taken = flashnext("pack", source, source)
+    assert (taken.exit_code, taken.stdout) == (1, "")
+    assert "exists already" in taken.stderr
+    assert "hint:" in taken.stderr
+    assert flashnext("verify", source).exit_code == 3
+    assert flashnext("pack", tmp_path / "nothing", tmp_path / "pack").exit_code == 1
+    assert flashnext("pack", source).exit_code == 2
+
+    def full(*_: object):
+        raise NotEnoughSpace("no room", hint="make some")
+
+    document = flashnext("pack", source, tmp_path / "x", "--json", services=Services(pack_checkpoint=full))
+    assert document.exit_code == 4
+    assert json.loads(document.stdout)["error"]["type"] == "NotEnoughSpace"
+
+
+def test_a_pack_of_a_later_version_is_incompatible(source, tmp_path):
+    flashnext("pack", source, tmp_path / "pack")
+    edit_manifest(tmp_path / "pack", lambda manifest: manifest.update(version=7))
+    for command in ("verify", "show", "plan"):
+        result = flashnext(command, tmp_path / "pack")
+        assert result.exit_code == 3, (command, result.output)
+        assert "version 7" in result.stderr
+    with pytest.raises(PackVersionUnsupported):
+        Services().inspect_checkpoint(tmp_path / "pack")
+
+
+@pytest.mark.parametrize("verify", ["first", "every"])
+def test_when_records_are_compared_shows_in_the_plan(source, tmp_path, verify):
+    flashnext("pack", source, tmp_path / "pack")
+    result = flashnext("plan", tmp_path / "pack", "--json", "--verify-reads", verify)
+    assert json.loads(result.stdout)["plan"]["verify_reads"] == verify
