@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from expert_store.errors import StoreError
 from mlx_flashnext.errors import StateError
+from mlx_flashnext.layer_state import PleState, RowBuffer
 from mlx_flashnext.model.gdn import GdnJournal
 from mlx_flashnext.model.layer import DecoderLayer
-from mlx_flashnext.state import Block, SequenceState, Snapshot
+from mlx_flashnext.model.ple import PleJournal
+from mlx_flashnext.state import Carried, SequenceState, Snapshot, TransactionalState
 from tests.parity.goldens import checkpoint_dir
 from tests.tiny.stepping import Arrays, advance, advance_cut, computed, different
 from tests.tiny.weights import TinyModel, TinyPending
@@ -52,66 +61,49 @@ class Transactions(RuleBasedStateMachine):
         self.state = tiny().model.new_state(capacity)
         self.tokens: list[int] = []
         self.kept: list[tuple[Snapshot, tuple[int, ...]]] = []
-        self.block: Block | None = None
-        self.text: list[int] = []
-        self.touched = False
 
-    @precondition(lambda self: self.block is None and len(self.tokens) < LONGEST)
-    @rule(text=TOKENS, revocable=st.booleans())
-    def begin(self, text: list[int], revocable: bool) -> None:
-        self.text = text[: LONGEST - len(self.tokens)]
-        self.block = self.state.begin(len(self.text), revocable=revocable)
-        assert self.block.position == len(self.tokens)
+    def has_room(self) -> bool:
+        return len(self.tokens) < LONGEST
 
-    @precondition(lambda self: self.block is not None)
-    @rule(wants_all=st.booleans(), data=st.data())
-    def run_and_commit(self, wants_all: bool, data: st.DataObject) -> None:
-        assert self.block is not None
-        output = tiny().model.forward(self.text, self.block)
-        mx.eval(output.logits)
-        most = len(self.text)
-        rows = most if wants_all else data.draw(st.integers(1, most))
-        if rows < most and not self.block.is_revocable:
+    @precondition(has_room)
+    @rule(text=TOKENS, cut=st.integers(0, 8), revocable=st.booleans(), remember=st.booleans())
+    def keep(self, text: list[int], cut: int, revocable: bool, remember: bool) -> None:
+        text = text[: LONGEST - len(self.tokens)]
+        rows = 1 + cut % len(text)
+        if remember:
+            self.kept.append((self.state.snapshot(), tuple(self.tokens)))
+        block = self.state.begin(len(text), revocable=revocable)
+        self.nothing_else_can_be_done()
+        mx.eval(tiny().model.forward(text, block).logits)
+        self.nothing_else_can_be_done()
+        if rows < len(text) and not revocable:
             with pytest.raises(StateError, match="not revocable"):
-                self.block.commit(rows)
-            rows = most
-        self.block.commit(rows)
-        self.tokens += self.text[:rows]
-        self.block, self.touched = None, True
+                block.commit(rows)
+            rows = len(text)
+        block.commit(rows)
+        self.tokens += text[:rows]
+        self.it_is_a_fresh_replay()
 
-    @precondition(lambda self: self.block is not None)
-    @rule(how=st.sampled_from(["at once", "after the run", "broken off", "forgotten"]))
-    def give_up(self, how: str) -> None:
-        assert self.block is not None
-        if how == "after the run":
-            mx.eval(tiny().model.forward(self.text, self.block).logits)
+    @precondition(has_room)
+    @rule(text=TOKENS, how=st.sampled_from(["before the run", "after the run", "broken off", "dropped"]))
+    def give_up(self, text: list[int], how: str) -> None:
+        text = text[: LONGEST - len(self.tokens)]
+        block = self.state.begin(len(text))
         if how == "broken off":
             broken = mock.patch.object(tiny().experts, "run", side_effect=KeyboardInterrupt)
-            with broken, pytest.raises(KeyboardInterrupt), self.block:
-                tiny().model.forward(self.text, self.block)
-        elif how != "forgotten":
-            self.block.rollback()
-        self.block, self.touched = None, True
+            with broken, pytest.raises(KeyboardInterrupt), block:
+                tiny().model.forward(text, block)
+        elif how != "before the run":
+            mx.eval(tiny().model.forward(text, block).logits)
+        if how != "dropped":
+            block.rollback()
+        del block
+        self.it_is_a_fresh_replay()
 
-    @precondition(lambda self: self.block is not None)
-    @rule()
-    def an_open_block_excludes_everything_else(self) -> None:
-        for act in (self.state.snapshot, lambda: self.state.begin(1)):
-            with pytest.raises(StateError, match="open"):
-                act()
-        for snapshot, _ in self.kept:
-            with pytest.raises(StateError, match="open"):
-                self.state.restore(snapshot)
-
-    @precondition(lambda self: self.block is None)
-    @rule()
-    def remember(self) -> None:
-        self.kept.append((self.state.snapshot(), tuple(self.tokens)))
-
-    @precondition(lambda self: self.block is None and self.kept)
-    @rule(data=st.data())
-    def go_back(self, data: st.DataObject) -> None:
-        snapshot, tokens = data.draw(st.sampled_from(self.kept))
+    @precondition(lambda self: self.kept)
+    @rule(which=st.integers(0, 8))
+    def go_back(self, which: int) -> None:
+        snapshot, tokens = self.kept[which % len(self.kept)]
         self.state.restore(snapshot)
         self.tokens = list(tokens)
         for later, consumed in self.kept:
@@ -119,17 +111,22 @@ class Transactions(RuleBasedStateMachine):
                 with pytest.raises(StateError, match="no longer fits"):
                     self.state.restore(later)
         self.kept = [each for each in self.kept if len(each[1]) <= len(tokens)]
-        self.touched = True
+        self.it_is_a_fresh_replay()
 
-    @invariant()
+    def nothing_else_can_be_done(self) -> None:
+        for act in (self.state.snapshot, lambda: self.state.begin(1)):
+            with pytest.raises(StateError, match="open"):
+                act()
+        for snapshot, _ in self.kept[:1]:
+            with pytest.raises(StateError, match="open"):
+                self.state.restore(snapshot)
+
     def it_is_a_fresh_replay(self) -> None:
         assert self.state.num_tokens == len(self.tokens)
-        if self.touched:
-            self.touched = False
-            assert different(computed(self.state), replayed(tuple(self.tokens))) == []
+        assert different(computed(self.state), replayed(tuple(self.tokens))) == []
 
 
-Transactions.TestCase.settings = settings(max_examples=25, stateful_step_count=20)
+Transactions.TestCase.settings = settings(max_examples=30, stateful_step_count=12)
 TestTransactions = Transactions.TestCase
 
 
@@ -248,16 +245,85 @@ def lines_run(act: Callable[[], None], stop_at: int = 0) -> int:
     return count
 
 
-def test_an_interrupt_at_any_line_leaves_the_state_before_or_the_state_after() -> None:
-    block = prepared()
-    num_lines = lines_run(lambda: run_block(block))
-    # All over the pass, closer in the commit, and every line around the moment of the change.
-    places = {*range(1, num_lines, num_lines // 16), *range(num_lines - 130, num_lines - 14, 9)}
+def interrupted(places: Iterable[int]) -> set[int]:
+    """Interrupt a block at each of some lines, check what is left, and return the numbers of tokens left."""
     ends = set()
-    for place in sorted(places | set(range(num_lines - 14, num_lines + 1))):
+    for place in sorted(places):
         state = prepared()
         with pytest.raises(KeyboardInterrupt):
             lines_run(functools.partial(run_block, state), place)
         ends.add(state.num_tokens)
         check_whole(state)
-    assert ends == {START, START + KEPT}
+    return ends
+
+
+def test_an_interrupt_at_any_line_leaves_the_state_before_or_the_state_after() -> None:
+    block = prepared()
+    end = lines_run(lambda: run_block(block))
+    # All over the pass, closer in the commit, and every line around the moment of the change.
+    places = {*range(1, end, end // 16), *range(end - 130, end - 14, 9), *range(end - 14, end + 1)}
+    assert interrupted(places) == {START, START + KEPT}
+
+
+# Planted faults: the tests above would notice.
+
+
+def test_a_change_in_two_steps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed()
+
+    def torn(self: TransactionalState, carried: Carried) -> None:
+        self._carried = dataclasses.replace(self._carried, num_tokens=carried.num_tokens)
+        self.check_room(0)  # any line of the package between the two
+        self._carried = carried
+
+    monkeypatch.setattr(TransactionalState, "replace", torn)
+    block = prepared()
+    end = lines_run(lambda: run_block(block))
+    with pytest.raises(AssertionError):
+        interrupted(range(end - 14, end))
+
+
+def test_a_pass_that_writes_where_tokens_are_is_seen() -> None:
+    honest = RowBuffer.write
+
+    def one_row_early(self: RowBuffer, rows: mx.array, start: int) -> mx.array:
+        honest(self, rows, max(0, start - 1))
+        return honest(self, rows, start)
+
+    undisturbed()
+    with mock.patch.object(RowBuffer, "write", one_row_early), pytest.raises(AssertionError):
+        test_an_error_in_any_layer_changes_nothing(3, KeyboardInterrupt())
+
+
+def no_snapshot_is_ever_lost(self: TransactionalState, snapshot: Snapshot) -> None:
+    self._check_closed("restored")
+    self.replace(snapshot.carried)
+
+
+def blocks_may_overlap(self: TransactionalState, verb: str) -> None:
+    del self, verb
+
+
+def last_token_forgotten(self: PleJournal, rows: int) -> PleState:
+    history = self.window.shape[0] - self.num_rows
+    return PleState(
+        self.line[rows - 1 :][: len(self.line) - self.num_rows], self.window[rows : rows + history]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "fault"),
+    [
+        (TransactionalState, "restore", no_snapshot_is_ever_lost),
+        (TransactionalState, "_check_closed", blocks_may_overlap),
+        (PleJournal, "state_after", last_token_forgotten),
+    ],
+    ids=["snapshots of overwritten rows accepted", "blocks may overlap", "history one token late"],
+)
+def test_the_random_runs_notice(target: type, name: str, fault: Callable[..., Any]) -> None:
+    brief = settings(max_examples=30, stateful_step_count=12, phases=[Phase.generate], database=None)
+    with (
+        mock.patch.object(target, name, fault),
+        pytest.raises((AssertionError, StateError, pytest.fail.Exception)),
+    ):
+        run_state_machine_as_test(Transactions, settings=brief)
