@@ -13,6 +13,8 @@ FORWARD_PASS = [
     ROOT / "mlx_flashnext/engine/cycle.py",
     ROOT / "mlx_flashnext/engine/prefill.py",
     ROOT / "mlx_flashnext/engine/sampler.py",
+    ROOT / "mlx_flashnext/engine/streams.py",
+    ROOT / "mlx_flashnext/engine/verify.py",
     ROOT / "mlx_flashnext/experts.py",
     ROOT / "mlx_flashnext/rows.py",
     ROOT / "mlx_flashnext/banks.py",

@@ -12,6 +12,7 @@ from mlx_flashnext.engine import sampler as sampler_module
 from mlx_flashnext.engine import verify as verify_module
 from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.sampler import Sampler, SamplingParams
+from mlx_flashnext.engine.sizes import LOGITS_COPIES
 from mlx_flashnext.engine.streams import Purpose
 from mlx_flashnext.engine.verify import Verdict, check_proposal, draft_sampling, resolve_rule, verify
 from mlx_flashnext.model.host import HostSync
@@ -98,6 +99,21 @@ def _counted(sync: HostSync, array: mx.array, reads: list[int]) -> object:
     return array.tolist()
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_judging_a_block_holds_no_more_rows_than_the_plan_counts(rule, top_k):
+    rows, vocab = 9, 50_000
+    block = mx.random.normal((rows, vocab), key=mx.random.key(1))
+    proposal = rows_of(tuple(range(rows - 1)))
+    mx.eval(block, proposal.row_ids, proposal.row_probs)
+    params = SamplingParams(seed=1, top_k=top_k, top_p=0.95, min_p=0.01, presence_penalty=0.5)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    verify(block, proposal, Sampler(params, [1, 2]), rule, HostSync())
+    copies = (mx.get_peak_memory() - before) / (rows * vocab * 4)
+    assert 3 < copies <= LOGITS_COPIES
+
+
 # ---------------------------------------------------------------- what is chosen
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["seeded", "greedy"])
@@ -178,7 +194,10 @@ def test_candidates_beyond_the_vocabulary_touch_nothing():
     outside = Proposal(
         (3, 4), "rows", mx.array([[3, 2**31 - 1], [4, -(2**31)]]), mx.array([[0.6, 0.4], [0.7, 0.3]])
     )
-    for seed in range(20):
+    ids, probs = verify_module._draft_rows([outside], "sampled", VOCAB)
+    assert mx.all((ids >= 0) & (ids < VOCAB)).item()
+    assert probs[0, :, 1].tolist() == [0.0, 0.0]
+    for seed in range(10):
         params = SamplingParams(seed=seed)
         assert judged(logits(3), outside, "sampled", params) == judged(logits(3), inside, "sampled", params)
 
