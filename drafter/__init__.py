@@ -1,1 +1,1 @@
-"""Sources of proposals (floor 0): lookup in the text so far, the MTP module, a recorded oracle."""
+"""Sources of proposals (floor 0): the text so far, the MTP module, DFlash drafts, a recorded oracle."""

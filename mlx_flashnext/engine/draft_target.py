@@ -63,7 +63,7 @@ class DraftTarget(HeadView):
 def target_facts(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    target: DraftTarget,
+    target: DraftTarget | None,
     *,
     name: str,
     contractions: Sequence[str],
@@ -73,12 +73,12 @@ def target_facts(
     memory_left: int | None,
     pad_id: int | None = None,
 ) -> TargetFacts:
-    """Return what the gate is told of a loaded target.
+    """Return what the gate is told of a target.
 
     Args:
         checkpoint: the target's.
         tokenizer: that came with it.
-        target: the loaded target.
+        target: the loaded target; None, to inspect a draft without one: the mask embedding is not compared.
         name: what the model is called.
         contractions: that the engine can compute.
         runtime_version: of this program.
@@ -112,7 +112,7 @@ def target_facts(
         runtime_version=runtime_version,
         itemsize=itemsize,
         context_tokens=context_tokens,
-        row_digest=target.row_digest,
+        row_digest=None if target is None else target.row_digest,
         memory_left=memory_left,
         num_experts=config.num_experts,
     )

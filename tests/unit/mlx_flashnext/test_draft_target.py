@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
@@ -47,11 +48,11 @@ def test_the_facts_are_those_of_the_checkpoint(directory: pathlib.Path) -> None:
     checkpoint, tokenizer = open_checkpoint(directory), Tokenizer.open(directory)
     view = DraftTarget(TinyModel.open(directory).model, HostSync())
 
-    def facts():
+    def facts(target: DraftTarget | None = view):
         return target_facts(
             open_checkpoint(directory),
             tokenizer,
-            view,
+            target,
             name="tiny",
             contractions=("mean",),
             runtime_version="0.1.0",
@@ -67,6 +68,7 @@ def test_the_facts_are_those_of_the_checkpoint(directory: pathlib.Path) -> None:
     assert (first.num_ids, first.stop_ids) == (tokenizer.num_ids, tokenizer.eos_ids)
     assert first.revision == ""
     assert first.row_digest is not None
+    assert dataclasses.replace(facts(None), row_digest=first.row_digest) == first
     path = sorted(directory.glob("*.safetensors"))[-1]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
