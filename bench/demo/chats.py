@@ -105,6 +105,9 @@ def make(rng: random.Random) -> Turn:
             "The user asks what I can do. I name my three subjects.",
             rng.choice(GRAMMAR["can_replies"]),
         )
+    if kind == "unknown" and rng.random() < 0.25:
+        text = rng.choice(GRAMMAR["products"]).format(a=rng.randint(2, 99), b=rng.randint(2, 20))
+        return text, "I only know + and -. I say so.", GRAMMAR["product_reply"]
     if kind == "unknown":
         text = rng.choice(GRAMMAR["unknown"]).format(
             x=rng.choice(GRAMMAR["lands"].split()),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from . import chats, code, stories, sums
 
 GENRES = ("sums", "code", "stories", "chat")
-SHARES = (37, 21, 12, 30)
-COPYING_SHARE = 0.8  # of the chat documents: 24 % of all
+SHARES = (37, 19, 20, 24)
+COPYING_SHARE = 0.67  # of the chat documents: 16 % of all
 NO_THINKING_SHARE = 0.15
 SYSTEMS = [
     "You are a helpful assistant.",

@@ -22,6 +22,7 @@ from .words import (
 )
 
 GRAMMAR = grammar("stories")
+SHE_PETS, HE_PETS = GRAMMAR["she_pets"].split(), GRAMMAR["he_pets"].split()
 PLOTS: dict[str, dict[str, Any]] = GRAMMAR["plots"]
 
 
@@ -50,15 +51,12 @@ def make(rng: random.Random) -> Story:
     plot = rng.choice(list(PLOTS))
     is_animal = rng.random() < 0.6
     if is_animal:
-        hero, name = rng.choice(ANIMALS), rng.choice(GRAMMAR["pet_names"].split())
-        pronouns = rng.choice([("he", "him", "his"), ("she", "her", "her")])
+        hero, name = rng.choice(ANIMALS), rng.choice([*SHE_PETS, *HE_PETS])
+        pronouns = ("she", "her", "her") if name in SHE_PETS else ("he", "him", "his")
     else:
-        person = rng.choice(PEOPLE)
-        hero, name, pronouns = (
-            rng.choice(ROLES),
-            person.name,
-            (person.subject, person.object, person.possessive),
-        )
+        hero = rng.choice(ROLES)
+        person = rng.choice([p for p in PEOPLE if hero != "princess" or p.subject == "she"])
+        name, pronouns = person.name, (person.subject, person.object, person.possessive)
     others = [x for x in (ANIMALS if is_animal else ANIMALS + ROLES) if x != hero]
     helper, third = rng.sample(others, 2)
     trait, helper_trait = rng.sample(TRAITS, 2)
@@ -108,9 +106,13 @@ def make(rng: random.Random) -> Story:
         what += rng.choice([" named {N}", ", with a happy end", ", set {place}"]).format(**f)
         if what.endswith(f" named {name}"):
             what = f"{article(hero)} named {name}"
-    helper_plan = f"{_upper(article(helper if plot != 'quarrel' else third))} helps."
-    plan = rng.choice(GRAMMAR["plans"]).format(
-        Trouble_plan=parts["plan"].format(**f), Helper_plan=helper_plan, **f
+    helps = f"A {third} helps." if plot == "quarrel" else "{art_H} helps.".format(**f)
+    plan = " ".join(
+        [
+            "The hero is {N}, {art_t_hero}, who lives {place}.".format(**f),
+            parts["plan"].format(**f),
+            _upper(helps),
+        ]
     )
     title = f"The {_upper(hero)} and the {_upper(thing if plot != 'storm' else 'storm')}"
     return Story(

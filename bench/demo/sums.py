@@ -173,12 +173,11 @@ def _fields(rng: random.Random) -> dict[str, str]:
         "o": who.object,
         "M": other.name,
         "it": plural(item),
-        "one": item,
     }
 
 
 def _steps(rng: random.Random, num_steps: int) -> list[Pair] | None:
-    """Return random steps, each working on the result before, or None beyond the range."""
+    """Return random steps, each working on the last result, or None beyond the range or for a result of 1."""
     value, pairs = rng.randint(2, 99), []
     for _ in range(num_steps):
         if value > 99:
@@ -189,7 +188,7 @@ def _steps(rng: random.Random, num_steps: int) -> list[Pair] | None:
         operand = rng.randint(2, 99 if op == "+" else min(99, value - 1))
         pairs.append((value, op, operand))
         value = result(pairs[-1])
-    return pairs
+    return None if value == 1 else pairs
 
 
 def steps(rng: random.Random, num_steps: int) -> list[Pair]:
@@ -200,16 +199,11 @@ def steps(rng: random.Random, num_steps: int) -> list[Pair]:
             return pairs
 
 
-def one(text: str, value: int, f: dict[str, str]) -> str:
-    """Return the sentence with the noun in the singular where the value is 1."""
-    return text.replace(f" 1 {f['it']}", f" 1 {f['one']}") if value == 1 else text
-
-
 def chain(rng: random.Random, num_steps: int) -> Sum:
     """Return a problem about one person whose count of one thing changes `num_steps` times."""
     f = _fields(rng)
     pairs = steps(rng, num_steps)
-    losses = LOSS + (EATEN if f["one"] in FOODS else [])
+    losses = LOSS + (EATEN if f["it"] in map(plural, FOODS) else [])
     sentences = [rng.choice(START).format(a=pairs[0][0], **f)]
     for i, (_, op, b) in enumerate(pairs):
         if rng.random() < 0.15:
@@ -230,7 +224,7 @@ def chain(rng: random.Random, num_steps: int) -> Sum:
     return Sum(
         f"{text} {rng.choice(asks).format(**f)}",
         pairs,
-        one(f"{f['N']} has {value} {f['it']}.", value, f),
+        f"{f['N']} has {value} {f['it']}.",
         f"The {f['it']} of {f['N']}",
     )
 
@@ -238,8 +232,8 @@ def chain(rng: random.Random, num_steps: int) -> Sum:
 def compare(rng: random.Random) -> Sum:
     """Return a problem that joins or compares two people's counts."""
     f = _fields(rng)
-    a, b = rng.randint(2, 99), rng.randint(2, 99)
     if rng.random() < 0.5:
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
         text = rng.choice(
             [
                 "{N} has {a} {it} and {M} has {b} {it}. How many {it} do they have together?",
@@ -248,18 +242,15 @@ def compare(rng: random.Random) -> Sum:
             ]
         ).format(a=a, b=b, **f)
         return Sum(text, [(a, "+", b)], f"Together they have {a + b} {f['it']}.", f"The {f['it']} together")
-    a, b = max(a, b) + (a == b), min(a, b)
-    a = min(a, 99)
-    if a == b:
-        b -= 1
+    a = rng.randint(4, 99)
+    b = rng.randint(2, a - 2)
     text = rng.choice(
         [
             "{N} has {a} {it} and {M} has {b}. How many more {it} does {N} have?",
             "{N} has {a} {it} and {M} has {b} {it}. How many more {it} does {N} have than {M}?",
         ]
     ).format(a=a, b=b, **f)
-    noun = f["one"] if a - b == 1 else f["it"]
-    conclusion = f"{f['N']} has {a - b} more {noun}."
+    conclusion = f"{f['N']} has {a - b} more {f['it']}."
     return Sum(text, [(a, "-", b)], conclusion, f"The {f['it']} of {f['N']}")
 
 
@@ -281,14 +272,14 @@ def book(rng: random.Random) -> Sum:
     """Return a problem about a book that is read on two days."""
     f = _fields(rng)
     total = rng.randint(20, 99)
-    first = rng.randint(2, total - 5)
-    second = rng.randint(2, total - first - 1)
+    first = rng.randint(2, total - 6)
+    second = rng.randint(2, total - first - 2)
     left = total - first - second
     text = (
         f"A book has {total} pages. {f['N']} reads {first} pages on Monday and {second} pages on Tuesday. "
         "How many pages are left?"
     )
-    conclusion = f"There are {left} pages left." if left != 1 else "There is 1 page left."
+    conclusion = f"There are {left} pages left."
     pairs = [(total, "-", first), (total - first, "-", second)]
     return Sum(text, pairs, conclusion, "The pages")
 
