@@ -22,14 +22,17 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-from drafter.api import Drafter
+import mlx.core as mx
+
+from drafter.api import Drafter, Proposal
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
 from mlx_flashnext.engine.sampler import Sampler
-from mlx_flashnext.engine.verify import verify
+from mlx_flashnext.engine.verify import Verdict, verify
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync, fence
@@ -65,6 +68,39 @@ class TimelineSnapshot:
     drafting: DraftSnapshot
 
 
+@dataclass(frozen=True, slots=True)
+class CycleFacts:
+    """What one cycle did, for who writes it down.
+
+    Attributes:
+        position: tokens that the target had consumed before it.
+        generation: of the owner while it ran.
+        anchor: the last committed token before it.
+        proposal: what was verified behind the anchor.
+        verdict: what verification said.
+        num_kept: tokens that the answer took, at least one; as many rows stay.
+        logits: [T, V] of every row of the block, on the device.
+        seen: stack and features of the rows that stay, as the drafter got them.
+    """
+
+    position: int
+    generation: int
+    anchor: int
+    proposal: Proposal
+    verdict: Verdict
+    num_kept: int
+    logits: mx.array
+    seen: tuple[mx.array | None, mx.array | None]
+
+
+class CycleObserver(Protocol):
+    """Watches a timeline; nothing it does reaches the answer."""
+
+    def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
+        """Take note of a cycle. The sampler has not seen the kept tokens yet. Must not raise."""
+        ...
+
+
 class Timeline:
     """One sequence in the making: what the state has consumed, the anchor, and the generation.
 
@@ -89,6 +125,7 @@ class Timeline:
         self.tokens: list[int] = []
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
+        self.observer: CycleObserver | None = None
 
     def consume(self, chunk: Sequence[int], next_token: int, rows_after: int = 0) -> None:
         """Run one prefill chunk: the same forward pass without proposing and verifying.
@@ -134,9 +171,16 @@ class Timeline:
             kept = verdict.tokens[: admit(verdict.tokens)]
             block.commit(len(kept))
         self._advance(tokens[: len(kept)])
-        drafting.observe(tokens[: len(kept)], kept[-1], wants.seen(output, len(kept)))
+        seen = wants.seen(output, len(kept))
+        drafting.observe(tokens[: len(kept)], kept[-1], seen)
         took_ns = time.perf_counter_ns() - began_ns
         drafting.count(len(proposal.tokens), min(verdict.accepted, len(kept)), len(kept), took_ns)
+        if self.observer is not None:
+            position, generation = len(self.tokens) - len(kept), self.generation - 1
+            facts = CycleFacts(
+                position, generation, anchor, proposal, verdict, len(kept), output.logits, seen
+            )
+            self.observer.cycle_ended(facts, sampler)
         return kept
 
     def snapshot(self) -> TimelineSnapshot:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import mlx.core as mx
 
@@ -23,7 +23,7 @@ from expert_store.store import ExpertStore
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.cycle import Target, Timeline, TimelineSnapshot
+from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline, TimelineSnapshot
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
@@ -115,7 +115,12 @@ class Engine:
             return cls(checkpoint, tokenizer, plan, target, mtp, resources.pop_all())
 
     def session(
-        self, drafter: Drafter | None = None, *, is_guarded: bool = True, hints: Hints | None = None
+        self,
+        drafter: Drafter | None = None,
+        *,
+        is_guarded: bool = True,
+        hints: Hints | None = None,
+        recorder: "AnswerObserver | None" = None,
     ) -> "Session":
         """Return a new, empty timeline.
 
@@ -123,9 +128,13 @@ class Engine:
             drafter: who proposes, instead of the one that was planned; the session's own from now on.
             is_guarded: False proposes as many tokens as may be, whether that pays or not.
             hints: who says what to read ahead, instead of the kind that was planned; the session's own.
+            recorder: writes the cycles down.
         """
         self.check_usable()
-        return Session(self, drafter, is_guarded=is_guarded, hints=hints or self._planned_hints())
+        hints = hints or self._planned_hints()
+        if recorder is not None:
+            hints = recorder.listen(hints)
+        return Session(self, drafter, is_guarded=is_guarded, hints=hints, recorder=recorder)
 
     def check_usable(self) -> None:
         """Raise EngineClosed after `close`, and WrongThread on any thread but the one that opened it."""
@@ -220,6 +229,22 @@ def _open_target(
     return Target(model, experts, store, rows, sync), mtp
 
 
+class AnswerObserver(CycleObserver, Protocol):
+    """Watches the answers of one session; see `recording.py`."""
+
+    def listen(self, hints: Hints | None) -> Hints | None:
+        """Return the hints to use: these, or some that say the same and are overheard."""
+        ...
+
+    def begin_answer(self, timeline: Timeline, prompt: Sequence[int], sampler: Sampler) -> None:
+        """Take note of an answer before its first cycle. Must not raise."""
+        ...
+
+    def end_answer(self) -> None:
+        """Take note of its end, well or not. Must not raise."""
+        ...
+
+
 class Session:
     """One conversation's timeline, and snapshots of where its turns began.
 
@@ -229,9 +254,16 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, drafter: Drafter | None, *, is_guarded: bool, hints: Hints | None = None
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        *,
+        is_guarded: bool,
+        hints: Hints | None = None,
+        recorder: AnswerObserver | None = None,
     ) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._drafter = drafter
         self._hints = hints
         self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
@@ -291,6 +323,9 @@ class Session:
         timeline = self._timeline_for(prompt)
         sampler = Sampler(params, prompt, processors)
         timeline.drafting.begin_answer(prompt, rule, sampler)
+        timeline.observer = self._recorder
+        if self._recorder is not None:
+            self._recorder.begin_answer(timeline, prompt, sampler)
         target = engine.target
         limits = Limits(
             max_tokens=plan.context_tokens if max_tokens is None else max_tokens,
@@ -322,6 +357,8 @@ class Session:
             raise
         finally:
             timeline.rest()
+            if self._recorder is not None:
+                self._recorder.end_answer()
         self._timeline = timeline
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:
