@@ -15,6 +15,7 @@ import dataclasses
 import json
 import pathlib
 import random
+from collections.abc import Collection
 from typing import Any
 
 from . import code, stories, sums
@@ -78,9 +79,9 @@ def story_prompt(rng: random.Random) -> Prompt:
             return {"genre": "stories", "prompt": story.request, "subject": story.subject}
 
 
-def prompts(seed: int, per_genre: int = PER_GENRE) -> list[Prompt]:
-    """Return `per_genre` different prompts of every genre; of the sums, every fifth has three steps."""
-    rng, out = random.Random(seed), []
+def prompts(seed: int, taken: Collection[str] = ()) -> list[Prompt]:
+    """Return different prompts of every genre, none of them in `taken`; every fifth sum has three steps."""
+    rng, asked, out = random.Random(seed), set(taken), []
     makers = {
         "sums": lambda i: sum_prompt(rng, (1, 2, 1, 2, 3)[i % 5]),
         "code": lambda _: code_prompt(rng),
@@ -88,9 +89,10 @@ def prompts(seed: int, per_genre: int = PER_GENRE) -> list[Prompt]:
     }
     for maker in makers.values():
         part: list[Prompt] = []
-        while len(part) < per_genre:
+        while len(part) < PER_GENRE:
             prompt = maker(len(part))
-            if all(prompt["prompt"] != other["prompt"] for other in part):
+            if prompt["prompt"] not in asked:
+                asked.add(prompt["prompt"])
                 part.append(prompt)
         out += part
     return out
@@ -99,12 +101,15 @@ def prompts(seed: int, per_genre: int = PER_GENRE) -> list[Prompt]:
 def files() -> dict[pathlib.Path, dict[str, Any]]:
     """Return what the two files hold."""
     here = pathlib.Path(__file__).resolve()
+    held_out = prompts(SEED)
     return {
         here.parents[2] / "mlx_flashnext" / "demo" / "prompts.json": {
             "fixed": FIXED,
-            "held_out": prompts(SEED),
+            "held_out": held_out,
         },
-        here.parent / "sealed_prompts.json": {"sealed": prompts(SEALED_SEED)},
+        here.parent / "sealed_prompts.json": {
+            "sealed": prompts(SEALED_SEED, {p["prompt"] for p in held_out})
+        },
     }
 
 
