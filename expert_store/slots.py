@@ -264,6 +264,7 @@ class SlotTable:
                 wanted=num_missing,
                 room=room,
                 num_loading=self._num_loading,
+                num_guessed=len(self._guessed.difference(slots)),
             )
 
     def _find_room(self, expert: int, *, for_guess: bool) -> int | None:

@@ -25,7 +25,7 @@ from expert_store.books import LayerCounters
 from expert_store.completion import Completion
 from expert_store.dispatch import Dispatcher
 from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
-from expert_store.keys import Prefetch, WaitCause
+from expert_store.keys import Prefetch, ReadClass, WaitCause
 from expert_store.layout import RecordLayout
 from expert_store.lease import Lease, LeaseRequest, Shelf
 from expert_store.policy.base import EvictionPolicy
@@ -118,9 +118,11 @@ class ExpertStore:
     def request(
         self, layer: int, experts: Sequence[int], *, owner: int = 0, row_masks: Sequence[int] | None = None
     ) -> LeaseRequest:
-        """Pin the experts that are resident and queue one exact read for each that is not. Does not block.
+        """Pin the experts that are resident and queue one exact read for each that is not.
 
-        All reads are queued before this returns, and readers are told once. Any thread.
+        All reads are queued before this returns, and readers are told once. Any thread. Does not block, but
+        for one case: guesses on the wire hold slots without which there is no room. Then it waits for those
+        reads, so that no hint can make a request fail that would not have failed without (I1).
 
         Args:
             layer: Layer index.
@@ -142,25 +144,15 @@ class ExpertStore:
                 hint="this is a bug of the caller",
                 layer=layer,
             )
-        with self._lock:
-            self._dispatcher.check_open()
-            slots, missing, joining = shelf.table.take(wanted, is_committed=row_masks is None)
-            if row_masks is not None:
-                self._unverified.add(owner, shelf.table, wanted, tuple(row_masks))
-            counters = shelf.counters
-            counters.num_demands += len(wanted)
-            lease = Lease(shelf, wanted, tuple(slots))
-            request = LeaseRequest(shelf, lease, len(missing) + len(joining))
-            if joining:
-                counters.num_joined += len(joining)
-                self._dispatcher.join(layer, [wanted[position] for position in joining], request)
-            if missing:
-                pairs = [(wanted[position], slots[position]) for position in missing]
-                generation = self._prefetcher.generation(owner)
-                num_joined = self._dispatcher.issue(shelf, pairs, request, owner, generation)
-                counters.num_joined += num_joined
-                counters.num_misses += len(missing) - num_joined
-        return request
+        masks = None if row_masks is None else tuple(row_masks)
+        while True:
+            with self._lock:
+                self._dispatcher.check_open()
+                try:
+                    return self._take(shelf, wanted, owner, masks)
+                except SlotsExhausted as error:
+                    watcher = self._watch_guesses(layer, wanted, error)
+            self._stand_still(shelf, watcher, None)
 
     def acquire(
         self,
@@ -193,8 +185,8 @@ class ExpertStore:
             except SlotsExhausted as error:
                 if not error.context["num_loading"]:
                     raise
-                # Reads of cancelled requests, and guesses, hold slots until they end; nothing queues before.
-                self._wait_for_slots(layer, timeout_s)
+                # Reads of cancelled requests hold slots until they end; no guess is queued before those.
+                self._wait_for_slots(self._shelf(layer), timeout_s)
         try:
             if meanwhile is not None:
                 meanwhile()
@@ -341,12 +333,51 @@ class ExpertStore:
             watcher = _Watcher(self._dispatcher.queue.in_flight())
         watcher.wait(timeout_s, self._check_reader)
 
-    def _wait_for_slots(self, layer: int, timeout_s: float | None) -> None:
+    def _take(
+        self, shelf: Shelf, wanted: tuple[int, ...], owner: int, row_masks: tuple[int, ...] | None
+    ) -> LeaseRequest:
+        """Do what `request` says, under the lock; raises `SlotsExhausted` with nothing changed."""
+        layer = shelf.table.layer
+        slots, missing, joining = shelf.table.take(wanted, is_committed=row_masks is None)
+        if row_masks is not None:
+            self._unverified.add(owner, shelf.table, wanted, row_masks)
+        counters = shelf.counters
+        counters.num_demands += len(wanted)
+        lease = Lease(shelf, wanted, tuple(slots))
+        request = LeaseRequest(shelf, lease, len(missing) + len(joining))
+        if joining:
+            counters.num_joined += len(joining)
+            self._dispatcher.join(layer, [wanted[position] for position in joining], request)
+        if missing:
+            pairs = [(wanted[position], slots[position]) for position in missing]
+            generation = self._prefetcher.generation(owner)
+            num_joined = self._dispatcher.issue(shelf, pairs, request, owner, generation)
+            counters.num_joined += num_joined
+            counters.num_misses += len(missing) - num_joined
+        return request
+
+    def _watch_guesses(self, layer: int, experts: tuple[int, ...], error: SlotsExhausted) -> _Watcher:
+        """Watch the guesses that hold slots of a layer, if those are what a demand lacks; else raise."""
+        room, num_guessed, wanted = (error.context[name] for name in ("room", "num_guessed", "wanted"))
+        assert isinstance(room, int)
+        assert isinstance(num_guessed, int)
+        assert isinstance(wanted, int)
+        if wanted > room + num_guessed:
+            raise error
+        held = [t for t in self._dispatcher.queue.in_flight() if t.key.layer == layer and t.slot != NO_SLOT]
+        guesses = [ticket for ticket in held if ticket.read_class is not ReadClass.EXACT]
+        return _Watcher([ticket for ticket in guesses if ticket.key.expert not in experts])
+
+    def _wait_for_slots(self, shelf: Shelf, timeout_s: float | None) -> None:
         """Block until every ticket that holds a slot of the layer now has ended; queued guesses hold none."""
+        layer = shelf.table.layer
         with self._lock:
             tickets = self._dispatcher.queue.in_flight()
             watcher = _Watcher([t for t in tickets if t.key.layer == layer and t.slot != NO_SLOT])
-        shelf = self._shelves[layer]
+        self._stand_still(shelf, watcher, timeout_s)
+
+    def _stand_still(self, shelf: Shelf, watcher: _Watcher, timeout_s: float | None) -> None:
+        """Wait for slots, and count how long (exposed wait)."""
         began_ns = shelf.clock()
         try:
             watcher.wait(timeout_s, self._check_reader)

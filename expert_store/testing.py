@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from expert_store.reader import Desk, Job, Reader, attempt
+from expert_store.errors import SourceFailed, StoreError
+from expert_store.reader import Desk, Job, Reader, ThreadReader, attempt
 from expert_store.source import ByteSource
+from expert_store.ticket import Ticket
 
 
 class MemorySource(ByteSource):
@@ -314,6 +316,25 @@ class StepReader(Reader):
         while self.step():
             num_jobs += 1
         return num_jobs
+
+
+class FailingGuesses(ThreadReader):
+    """Reader threads whose predicted reads fail: what a broken prefetcher is to exact demand."""
+
+    def _exchange(self, done: Job | None, error: StoreError | None) -> Job | None:
+        job = super()._exchange(done, error)
+        return _FailingJob(job) if isinstance(job, Ticket) and job.is_predicted_read else job
+
+
+class _FailingJob(Job):
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def read(self) -> None:
+        raise SourceFailed("A guess was to fail", hint="this is a test")
+
+    def hand_in(self, error: StoreError | None) -> None:
+        self._job.hand_in(error)
 
 
 class ManualClock:

@@ -3,7 +3,8 @@
     python -m bench.studies.stress_store --minutes 10
 
 Threads ask for random experts of two layers of different record size, compare every byte on arrival and
-again before release, give up some requests half-way, and survive planted read errors; another gathers rows;
+again before release, give up some requests half-way, and survive planted read errors; one floods the store
+with hints, right, wrong, stale and senseless, and ends their generations; another gathers rows;
 the main thread evaluates MLX graphs over leased slots and synchronises, which once held the GIL while a
 reader needed it (FIELD P09). A watchdog dumps every stack and ends the process if nothing moves. CI runs 20
 s.
@@ -25,12 +26,14 @@ from pathlib import Path
 import mlx.core as mx
 
 from expert_store.errors import RecordCorrupt, SlotsExhausted, SourceFailed, WouldBlock
+from expert_store.keys import Prefetch, ReadClass
 from expert_store.layout import RecordLayout, RowLayout, RowPart, Span
 from expert_store.lease import Lease
+from expert_store.prefetch import PrefetchLimits
 from expert_store.rows import RowTable
 from expert_store.safetensors_index import FileInfo
 from expert_store.source import FileSource
-from expert_store.stats import Fate
+from expert_store.stats import Fate, StoreStatistics
 from expert_store.store import ExpertStore
 from expert_store.testing import FaultySource, pattern
 
@@ -114,7 +117,10 @@ class Stress:
         self.bank = Bank()
         self.files = FileSource([info])
         source = FaultySource(self.files, lambda number, *_: self._fault(number, fault_every))
-        self.store = ExpertStore(layouts, source, self.bank, slots=SLOTS, policy=policy, num_readers=3)
+        limits = PrefetchLimits(max_queued=16, min_exact_slots=2 * PER_REQUEST, budget_bytes=500_000)
+        self.store = ExpertStore(
+            layouts, source, self.bank, slots=SLOTS, policy=policy, num_readers=3, limits=limits
+        )
         self.table = RowTable(row_layout, self.files, self.bank, num_readers=2)
         self.expected = {
             (layer, expert): [pattern(layer, expert, part, n) for part, n in enumerate(lengths)]
@@ -125,12 +131,13 @@ class Stress:
         self.counts: Counter[str] = Counter()
         self.failures: list[BaseException] = []
         self._lock = threading.Lock()  # protects counts and failures
+        self._generations = [0, 0]  # of the owners whose guesses are made up; the guessing thread's alone
         self._seed = seed
         self._ends_at = time.monotonic() + seconds
 
     def run(self) -> dict[str, object]:
         """Run until the time is over; raise what any thread raised."""
-        jobs: list[Callable[[random.Random], None]] = [self.ask, self.ask, self.gather]
+        jobs: list[Callable[[random.Random], None]] = [self.ask, self.ask, self.gather, self.guess]
         threads = [
             threading.Thread(target=self._repeat, args=(job, self._seed + number), name=f"stress-{number}")
             for number, job in enumerate(jobs)
@@ -151,8 +158,13 @@ class Stress:
             self.files.close()
         for shelf in self.store._shelves.values():
             shelf.table.check()
+        for read_class, books in got.classes.items():
+            num_open = got.num_unused if read_class is not ReadClass.EXACT else 0
+            assert 0 <= books.num - books.num_ended <= num_open, (read_class, books.num, books.num_ended)
         ended = sum(count.num for count in got.fates.values())
-        assert ended == got.num_exact, f"{got.num_exact} tickets issued, {ended} ended"
+        issued = sum(books.num for books in got.classes.values())
+        assert ended + got.num_unused == issued, f"{issued} tickets issued, {ended} ended"
+        assert sum(got.hints.values()) == self.counts["hints"]
         assert got.num_demands == got.num_hits + got.num_joined + got.num_misses
         return {
             "counts": dict(self.counts),
@@ -162,6 +174,8 @@ class Stress:
             "misses": got.num_misses,
             "evictions": got.num_evictions,
             "failed": got.fates[Fate.FAILED].num,
+            "guessed": {fate.name: num for fate, num in _guesses(got).items() if num},
+            "hints": {outcome.name: num for outcome, num in got.hints.items() if num},
             "rows": self.table.statistics().num_rows,
         }
 
@@ -182,10 +196,33 @@ class Stress:
             self._compare(layer, experts, lease.slots)
         self._count("leases")
 
+    def guess(self, rng: random.Random) -> None:
+        """Hand over hints of every kind, and end their generation now and then."""
+        owner = rng.randrange(2)
+        generation = self._generations[owner]
+        if rng.random() < 0.3:
+            generation = self._generations[owner] = generation + 1
+            self.store.advance(-2 - owner, generation)
+        hints = [
+            Prefetch(
+                rng.randrange(3),  # there are two layers
+                rng.randrange(NUM_EXPERTS + 1),
+                rng.choice([ReadClass.NEAR, ReadClass.SPECULATIVE]),
+                rng.random(),
+                rng.randrange(8),
+            )
+            for _ in range(rng.randrange(12))
+        ]
+        self.store.prefetch(hints, owner=-2 - owner, generation=generation - (rng.random() < 0.1))
+        with self._lock:
+            self.counts["hints"] += len(hints)
+        time.sleep(0.001)  # a token brings hints a layer at a time, not one flood
+
     def evaluate(self, rng: random.Random) -> None:
         """Compute over leased slots on the thread that owns MLX, and wait for the device in two ways."""
         layer, experts = self._choose(rng)
-        with self._lease(layer, experts, owner=7) as lease:
+        masks = [rng.randrange(1, 8) for _ in experts] if rng.random() < 0.5 else None
+        with self._lease(layer, experts, owner=7, row_masks=masks) as lease:
             slots = mx.array(lease.slots)
             totals = [
                 mx.take(part, slots, axis=0).astype(mx.int32).sum(axis=1) for part in self.bank.parts[layer]
@@ -198,7 +235,7 @@ class Stress:
         assert got == [self.sums[layer, expert] for expert in experts], (layer, experts, got)
         generation = self.counts["evaluated"] + 1
         self._count("evaluated")
-        self.store.advance(7, generation)
+        self.store.advance(7, generation, num_rows=rng.choice([None, 0, 1, 2, 3]))
 
     def gather(self, rng: random.Random) -> None:
         """Gather rows, compare them."""
@@ -210,9 +247,11 @@ class Stress:
                 assert view == pattern(99, row, part, ROW_LENGTHS[part]), row
         self._count("batches")
 
-    def _lease(self, layer: int, experts: Sequence[int], owner: int) -> Lease:
+    def _lease(
+        self, layer: int, experts: Sequence[int], owner: int, row_masks: Sequence[int] | None = None
+    ) -> Lease:
         try:
-            return self.store.acquire(layer, experts, owner=owner, timeout_s=WAIT_S)
+            return self.store.acquire(layer, experts, owner=owner, row_masks=row_masks, timeout_s=WAIT_S)
         except WouldBlock as late:
             raise AssertionError(f"lost wake-up: {late}") from late
 
@@ -258,6 +297,13 @@ class Stress:
     def _count(self, what: str) -> None:
         with self._lock:
             self.counts[what] += 1
+
+
+def _guesses(got: StoreStatistics) -> dict[Fate, int]:
+    return {
+        fate: sum(got.classes[c].fates[fate].num for c in (ReadClass.NEAR, ReadClass.SPECULATIVE))
+        for fate in Fate
+    }
 
 
 def stress(seconds: float, *, seed: int = 0, policy: str = "lru") -> dict[str, object]:

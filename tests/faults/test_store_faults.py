@@ -17,6 +17,7 @@ from expert_store.errors import (
     WorkerDied,
     WouldBlock,
 )
+from expert_store.keys import Prefetch, ReadClass
 from expert_store.layout import RecordLayout
 from expert_store.reader import ThreadReader
 from expert_store.safetensors_index import read_tensor_table
@@ -24,7 +25,7 @@ from expert_store.slots import SlotState, SlotTable
 from expert_store.source import FileSource
 from expert_store.stats import Fate
 from expert_store.store import ExpertStore
-from expert_store.testing import DictMemory, FaultySource, HeldSource, pattern
+from expert_store.testing import DictMemory, FailingGuesses, FaultySource, HeldSource, pattern
 from tests.unit.expert_store.rig import make_rig
 from tests.unit.expert_store.test_safetensors_index import write
 
@@ -202,6 +203,133 @@ def test_memory_longer_than_a_component_is_refused_before_anything_is_read():
     assert not rig.counting.reads
 
 
+# Guesses: what happens to them is no request's business.
+
+
+def guess(rig, *experts):
+    return rig.store.prefetch([Prefetch(0, expert) for expert in experts], owner=1, generation=0)
+
+
+@pytest.mark.parametrize(("fault", "kind", "says"), FAULTS)
+def test_a_guess_that_cannot_be_read_disturbs_nobody_and_is_read_anew_when_demanded(fault, kind, says):
+    rig = make_rig(lengths=ONE, slots=3, wrap=faulty({0: fault}))
+    guess(rig, 1, 2)
+    rig.reader.run()
+    assert [rig.store.is_resident(0, expert) for expert in (1, 2)] == [False, True]
+    for expert, slot in zip((1, 2, 3), rig.load(0, [1, 2, 3]), strict=True):
+        assert rig.holds(0, expert, slot)
+    near = rig.store.statistics().classes[ReadClass.NEAR].fates
+    assert (near[Fate.FAILED].num, near[Fate.IN_TIME].num) == (1, 1)
+
+
+@pytest.mark.parametrize(("fault", "kind", "says"), FAULTS)
+def test_a_demand_that_joined_a_guess_which_fails_gets_an_exact_read(fault, kind, says):
+    rig = make_rig(lengths=ONE, slots=2, wrap=faulty({0: fault}))
+    guess(rig, 1)
+    rig.reader.begin()
+    requests = [rig.store.request(0, [1]), rig.store.request(0, [1, 2])]
+    rig.reader.run()
+    for request in requests:
+        assert rig.holds(0, 1, request.wait().slots[0])
+    got = rig.store.statistics()
+    assert (got.num_exact, got.classes[ReadClass.NEAR].fates[Fate.FAILED].num) == (2, 1)
+    assert sum(count.num for count in got.fates.values()) == 3
+
+
+def test_the_exact_read_after_a_failed_guess_may_fail_the_request():
+    rig = make_rig(lengths=ONE, wrap=faulty({0: "short", 1: "short"}))
+    guess(rig, 1)
+    rig.reader.begin()
+    request = rig.store.request(0, [1])
+    rig.reader.run()
+    with pytest.raises(RecordCorrupt):
+        request.wait()
+    assert rig.store.statistics().fates[Fate.FAILED].num == 2
+    rig.load(0, [1])
+
+
+def test_exact_demand_goes_on_when_every_guess_fails():
+    rig = make_rig(lengths=ONE, num_experts=16, slots=6, reader=FailingGuesses(2))
+    for first in range(12):
+        guess(rig, first, first + 1, (first + 7) % 16)
+        with rig.store.acquire(0, [first, first + 1, first + 2], timeout_s=30) as lease:
+            assert all(rig.holds(0, e, s) for e, s in zip(lease.experts, lease.slots, strict=True))
+    rig.store.wait_idle(30)
+    got = rig.store.statistics()
+    near = got.classes[ReadClass.NEAR].fates
+    assert near[Fate.FAILED].num == got.queue.num_predicted_reads
+    assert got.classes[ReadClass.EXACT].fates[Fate.FAILED].num == 0
+    rig.store.close()
+
+
+def test_stopping_in_the_middle_leaves_exact_demand_as_it_was():
+    held = []
+
+    def hold(source):
+        held.append(HeldSource(source))
+        return held[0]
+
+    rig = make_rig(lengths=ONE, num_experts=16, slots=8, wrap=hold, reader=ThreadReader(2))
+    guess(rig, 1, 2, 3)
+    held[0].wait_held(1)
+    request = rig.store.request(0, [1, 2, 9])  # on the wire, queued, and not guessed
+    rig.store.stop_prefetching()
+    held[0].release_all()
+    with request.wait(30) as lease:
+        assert all(rig.holds(0, e, s) for e, s in zip((1, 2, 9), lease.slots, strict=True))
+    fates = rig.store.statistics().classes[ReadClass.NEAR].fates
+    assert (fates[Fate.CANCELLED].num, guess(rig, 4)) == (1, 0)
+    rig.store.close()
+
+
+def test_a_reader_that_dies_over_a_guess_breaks_the_store_and_leaves_nobody_waiting():
+    rig = make_rig(lengths=ONE, wrap=faulty({0: "die"}), reader=ThreadReader(1))
+    guess(rig, 1)
+    with pytest.raises(WorkerDied):
+        rig.store.request(0, [1, 2]).wait(30)
+    with pytest.raises(WorkerDied):
+        rig.store.request(0, [3])
+    assert guess(rig, 5) == 0
+    got = rig.store.statistics()
+    assert got.num_queued == got.num_reading == got.num_unused == 0
+    assert sum(count.num for count in got.fates.values()) == sum(b.num for b in got.classes.values())
+    rig.store.close()
+
+
+def test_hints_change_no_byte_of_what_is_leased():
+    def run(make_hints):
+        rig = make_rig(
+            lengths=ONE, num_experts=16, slots=6, wrap=faulty({3: "short"}), reader=ThreadReader(2)
+        )
+        seen = []
+        for step in range(60):
+            demand = [(step * 5 + i * 3) % 16 for i in range(3)]
+            rig.store.prefetch(make_hints(step), owner=1, generation=step)
+            try:
+                with rig.store.acquire(0, demand, owner=1, timeout_s=30) as lease:
+                    seen.append([rig.memory.record(0, slot) for slot in lease.slots])
+            except RecordCorrupt:
+                with rig.store.acquire(0, demand, owner=1, timeout_s=30) as lease:
+                    seen.append([rig.memory.record(0, slot) for slot in lease.slots])
+            rig.store.advance(1, step + 1)
+        rig.store.close()
+        return seen
+
+    def true_route(step):
+        return [Prefetch(0, (step * 5 + i * 3) % 16) for i in range(3)]
+
+    kinds = {
+        "off": lambda step: [],
+        "oracle": true_route,
+        "late": lambda step: true_route(step - 1),
+        "wrong": lambda step: [Prefetch(0, (step * 5 + i * 3 + 1) % 16) for i in range(3)],
+        "flood": lambda step: [Prefetch(0, e, ReadClass.SPECULATIVE) for e in range(16)] * 50,
+        "senseless": lambda step: [Prefetch(9, step), Prefetch(0, -1), Prefetch(0, 99), None],
+    }
+    answers = {kind: run(make_hints) for kind, make_hints in kinds.items()}
+    assert all(answer == answers["off"] for answer in answers.values())
+
+
 # Everything at once: the first 20 seconds of `bench/studies/stress_store.py`.
 
 
@@ -212,6 +340,7 @@ def test_nothing_hangs_tears_or_leaks_when_everything_happens_at_once(policy):
     assert {"leases", "batches", "evaluated", "cancelled", "failed requests"} <= set(counts)
     assert report["evictions"]
     assert report["joined"]
+    assert {"IN_TIME", "STALE"} <= set(report["guessed"])
 
 
 def refill_early(patch):

@@ -117,11 +117,19 @@ class StoreModel:
 
     # Requests.
 
-    def would_exhaust(self, layer, experts):
+    def would_exhaust(self, layer, experts, are_guesses_done=False):
         shelf, pins = self.layers[layer], self.pins(layer)
+        free = {
+            r.key[1]
+            for r in self.reading
+            if are_guesses_done
+            and r.read_class is not EXACT
+            and r.key[0] == layer
+            and r.key[1] not in experts
+        }
         missing = [e for e in experts if e not in shelf.holders]
         stuck = {e for e in shelf.holders if pins[e] or self.is_loading((layer, e)) or e in experts}
-        return len(missing) > shelf.num_slots - len(stuck)
+        return len(missing) > shelf.num_slots - len(stuck - free)
 
     def ask(self, request, layer, experts, owner, masks):
         shelf = self.layers[layer]

@@ -328,6 +328,29 @@ def test_exact_demand_for_every_slot_waits_for_the_guess_that_holds_one():
     rig.store.close()
 
 
+def test_no_guess_makes_a_request_fail_that_would_not_have_failed_without():
+    """A block that is run in groups asks for every slot, with one half leased and the other requested."""
+    held = []
+
+    def hold(source):
+        held.append(HeldSource(source))
+        return held[0]
+
+    rig = make_rig(num_experts=16, slots=4, lengths=ONE, wrap=hold, reader=ThreadReader(3))
+    rig.store.prefetch(hints(0, 1, 2), owner=1, generation=0)
+    held[0].wait_held(2)
+    first = rig.store.request(0, [4, 5])
+    got = []
+    asker = threading.Thread(target=lambda: got.append(rig.store.request(0, [6, 7])))
+    asker.start()
+    held[0].release_all()
+    asker.join(30)
+    for request in (first, got[0]):
+        request.wait(30).release()
+    assert rig.store.statistics().waits[WaitCause.NO_SLOT].read_ns == 0
+    rig.store.close()
+
+
 # Generations.
 
 
