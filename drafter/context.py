@@ -140,12 +140,11 @@ class ContextRing:
 
     def in_order(self) -> tuple[tuple[mx.array, ...], int]:
         """Return the newest unbroken run of rows in order, and the position of its first."""
-        held = set(self._positions[self._positions != _NONE].tolist())
-        first = self.end
-        while first - 1 in held:
-            first -= 1
-        if first == self.end:
-            return tuple(array[..., :0, :] for array in self._arrays), first
+        held = np.sort(self._positions[self._positions != _NONE])
+        breaks = np.flatnonzero(np.diff(held) != 1)
+        if not len(held) or held[-1] != self.end - 1:
+            return tuple(array[..., :0, :] for array in self._arrays), self.end
+        first = int(held[breaks[-1] + 1] if len(breaks) else held[0])
         places = (np.arange(first, self.end) - self._first) % len(self._positions)
         index = mx.array(places.astype(np.int32))
         return tuple(mx.take(array, index, axis=-2) for array in self._arrays), first

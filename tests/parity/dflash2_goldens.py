@@ -98,6 +98,7 @@ def replay(
     one_by_one: bool = False,
     between: Callable[[DraftContext], DraftContext] = lambda context: context,
     hidden_out: list[np.ndarray] | None = None,
+    dtype: mx.Dtype = mx.float32,
 ) -> Differences:
     """Run every round of a variant with an incremental context.
 
@@ -107,11 +108,13 @@ def replay(
         one_by_one: append every row alone.
         between: what happens to the context before every round but the first.
         hidden_out: receives the hidden states of every round.
+        dtype: of computation.
     """
     config, params = load_variant(variant)
+    params = {name: value.astype(dtype) for name, value in params.items()}
     found = Differences()
-    context = DraftContext(params, config, mx.float32, slack=slack)
-    features = arrays("goldens")["features"]
+    context = DraftContext(params, config, dtype, slack=slack)
+    features = arrays("goldens")["features"].astype(dtype)
     for number, about in enumerate(META["variants"][variant]["rounds"]):
         if number:
             context = between(context)
@@ -123,11 +126,11 @@ def replay(
         hidden = block.hidden_states(
             params,
             config,
-            embed(mx.array(about["block_ids"]))[None],
+            embed(mx.array(about["block_ids"])).astype(dtype)[None],
             (start,),
             context.layers(),
             context.freqs,
-        )[0]
+        )[0].astype(mx.float32)
         golden = _Golden(f"{variant}.r{number}.")
         found.compare("hidden", hidden, golden["hidden"])
         if hidden_out is not None:

@@ -78,6 +78,13 @@ def test_either_of_them_is_enough_and_the_authors_word_alone_is_said_to_be_that(
     assert (codes(declared), codes(declared, "warn"), declared.contraction) == (set(), {"G14"}, "mean")
 
 
+def leaves(value: Any, prefix: str = "") -> list[str]:
+    """Return the path of every field of a document."""
+    if not isinstance(value, dict):
+        return [prefix]
+    return [path for name in value for path in leaves(value[name], f"{prefix}.{name}".lstrip("."))]
+
+
 CONFIG_FAULTS: list[tuple[str, object, str]] = [
     ("architectures", ["Qwen3ForCausalLM"], "G01"),
     ("architectures", ["Qwen3DSparkModel"], "G01"),
@@ -278,13 +285,6 @@ WARNED = {
     "tokenizer.pad_id",
     "tokenizer.mask_row_digest",
 }
-
-
-def leaves(value: Any, prefix: str = "") -> list[str]:
-    """Return the path of every field of a document."""
-    if not isinstance(value, dict):
-        return [prefix]
-    return [path for name in value for path in leaves(value[name], f"{prefix}.{name}".lstrip("."))]
 
 
 def changed(value: Any, path: str, new: object) -> Any:
@@ -515,6 +515,23 @@ def test_hostile_documents_are_refused_by_name(data: bytes) -> None:
         answer = check_draft(hostile, target_facts())
         assert "G00" in codes(answer)
         assert all(len(r.message) < 1000 and r.message.isprintable() for r in answer.reasons)
+
+
+HOSTILE = [None, True, -1, 0, 7, 2**70, 1e308, "", "7", [], [[]], [None], {}, {"a": []}, "x" * 10_000]
+
+
+@pytest.mark.parametrize("field", [*leaves(document()), "dflash_config", "rope_parameters", "surprise"])
+def test_no_value_of_a_field_is_more_than_a_reason(field: str) -> None:
+    """Nothing raises; what is let in is the draft that the contract tells of."""
+    for value in HOSTILE:
+        answer = verdict({field: value})
+        assert all(len(reason.message) < 1000 for reason in answer.reasons)
+        if answer.refusals:
+            assert answer.max_proposals == 0
+            continue
+        assert answer.config is not None
+        kept = dataclasses.replace(answer.config, max_positions=4096, rms_norm_eps=1e-6)
+        assert kept == draft_config(), (field, value)
 
 
 def test_a_hostile_value_is_shown_short_and_on_one_line() -> None:

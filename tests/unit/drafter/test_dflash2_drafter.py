@@ -17,6 +17,7 @@ from drafter.errors import DrafterError
 from drafter.live import LiveCounts, check_live, idle_selector
 from drafter.loading import load_parameters
 from mlx_flashnext.engine.streams import draw_draft
+from tests.arch.test_device_waits import ROOT, waits
 from tests.tiny.drafts import draft_config, random_parameters
 
 NUM_IDS, VOCAB, HIDDEN = 124, 128, 32
@@ -506,3 +507,8 @@ def test_tensors_are_checked_again_as_they_are_loaded() -> None:
             load_parameters(
                 config, (good | {"hidden_norm.weight": bad}).__getitem__, Target().to_host, dtype=mx.float32
             )
+
+
+@pytest.mark.parametrize("name", ["block", "context", "dflash2", "fuse", "layers", "loading", "selector"])
+def test_nothing_waits_for_the_device_but_through_the_target(name: str) -> None:
+    assert waits((ROOT / "drafter" / f"{name}.py").read_text()) == []
