@@ -131,6 +131,8 @@ class Block:
             ple=None if self._ple is None else self._after(self._ple, kept),
         )
         state.check_consistent(after)
+        # What is not kept is freed before what replaces it is allocated.
+        self._layers = self._ple = None
         if kept < self.num_rows:
             mx.async_eval(after.arrays())
         state.replace(after)

@@ -176,8 +176,9 @@ def test_a_cut_costs_the_same_at_any_context(tiny: TinyModel, capacity: int) -> 
         mx.reset_peak_memory()
         block.commit(3)
         mx.eval(state.arrays())
-    # Less than the keys of 512 tokens, whatever the buffers hold.
-    assert mx.get_peak_memory() - before < 3 * block_bytes(tiny.config, 7, 4, revocable=True)
+        used = mx.get_peak_memory() - before
+    # The states of the whole block make room for those of the cut: the plan counts either.
+    assert used < block_bytes(tiny.config, 7, 4, revocable=True)
 
 
 @pytest.mark.parametrize(("rows", "revocable"), [(1, True), (40, False), (2, True), (4, True), (9, True)])
