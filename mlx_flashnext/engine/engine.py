@@ -131,7 +131,7 @@ class Engine:
             recorder: writes the cycles down.
         """
         self.check_usable()
-        hints = hints or self._planned_hints()
+        hints = hints or self.new_hints(self.plan.hints)
         if recorder is not None:
             hints = recorder.listen(hints)
         return Session(self, drafter, is_guarded=is_guarded, hints=hints, recorder=recorder)
@@ -165,13 +165,14 @@ class Engine:
         state = self.target.model.new_state()
         return Timeline(self.target, state, drafter, governor, self._num_timelines, hints)
 
-    def _planned_hints(self) -> Hints | None:
-        if self.plan.hints == "off" or self.plan.is_resident:
+    def new_hints(self, kind: str) -> Hints | None:
+        """Return who says what to read ahead for a session: one of `HINTS`; None where there is nobody."""
+        if kind == "off" or self.plan.is_resident:
             return None
         layouts = self.checkpoint.experts
         layers = {layer: layout.record.num_experts for layer, layout in layouts.items()}
         setting = PredictorSetting(layers, self.config.num_experts_per_tok, self.target.store.demand_counts())
-        return Hints(make_predictor(self.plan.hints, setting), self.config.num_hidden_layers)
+        return Hints(make_predictor(kind, setting), self.config.num_hidden_layers)
 
     def close(self) -> None:
         """Join the reader threads and close the files. Safe to call twice."""
@@ -240,8 +241,8 @@ class AnswerObserver(CycleObserver, Protocol):
         """Take note of an answer before its first cycle. Must not raise."""
         ...
 
-    def end_answer(self) -> None:
-        """Take note of its end, well or not. Must not raise."""
+    def end_answer(self, timeline: Timeline) -> None:
+        """Take note of the end of this timeline's answer, well or not. Must not raise."""
         ...
 
 
@@ -358,7 +359,7 @@ class Session:
         finally:
             timeline.rest()
             if self._recorder is not None:
-                self._recorder.end_answer()
+                self._recorder.end_answer(timeline)
         self._timeline = timeline
 
     def _timeline_for(self, prompt: Sequence[int]) -> Timeline:

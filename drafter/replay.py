@@ -1,0 +1,129 @@
+"""Proposals of a recorded run of another drafter, at the same committed lengths.
+
+Entry points: `ReplayDrafter`, `recorded_proposals`. A change of rule, governor or schedule can be compared on
+identical proposals, without the draft's weights.
+
+A recorded token is fixed before the target draws, whatever it was drawn from then; so its law is `point`
+unless the run that is replayed is the recorded one itself (same seed, same rule), where the recorded rows are
+the ones the tokens were drawn from.
+
+Source: dflash2.md 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import mlx.core as mx
+
+from drafter.api import DraftSampling, FeatureRequest, Law, Proposal
+from drafter.errors import DrafterError
+from drafter.record import Cycle, Line
+
+
+def recorded_proposals(lines: Iterable[Line], *, keeps_law: bool = False) -> dict[int, Proposal]:
+    """Return what was proposed, by position of the anchor; of a position that was drafted twice, the later.
+
+    Args:
+        lines: of a trace that was checked.
+        keeps_law: hand over the rows that tokens were drawn from; see the module.
+    """
+    return {
+        line.sequence_position: _proposal(line, keeps_law=keeps_law)
+        for line in lines
+        if isinstance(line, Cycle) and line.candidate_token_ids
+    }
+
+
+def _proposal(line: Cycle, *, keeps_law: bool) -> Proposal:
+    if not keeps_law or line.proposal_law == "point":
+        return Proposal(line.proposal)
+    widest = max(map(len, line.candidate_token_ids))
+    # A slot of fewer candidates is filled with its first one, at probability 0: it changes no sum.
+    ids = [[*row, *[row[0]] * (widest - len(row))] for row in line.candidate_token_ids]
+    probs = [[*row, *[0.0] * (widest - len(row))] for row in line.candidate_probabilities_or_logits]
+    return Proposal(line.proposal, "rows", mx.array(ids, mx.int32), mx.array(probs, mx.float32))
+
+
+class ReplayDrafter:
+    """Proposes what a recorded run proposed where the sequence had the same length.
+
+    Args:
+        proposals: by position of the anchor, from `recorded_proposals`.
+        law: of them.
+        request: features to ask of the target, if somebody wants to see them handed over.
+        needs_stack: as `request`, for the last stack.
+
+    Attributes:
+        num_missing: times that it was asked where nothing is recorded.
+    """
+
+    kind = "replay"
+
+    def __init__(
+        self,
+        proposals: Mapping[int, Proposal],
+        *,
+        law: Law = "point",
+        request: FeatureRequest | None = None,
+        needs_stack: bool = False,
+    ) -> None:
+        self.law: Law = law
+        self.needs_stack = needs_stack
+        self.feature_request = request
+        self.num_missing = 0
+        self._proposals = dict(proposals)
+        self._num_rows = 0
+
+    def max_proposals(self) -> int:
+        """Return the length of the longest recorded proposal."""
+        return max((len(proposal.tokens) for proposal in self._proposals.values()), default=0)
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._num_rows = 0
+
+    def observe(
+        self,
+        tokens: Sequence[int],
+        next_token: int,
+        stack_TGD: mx.array | None = None,
+        *,
+        features_RF: mx.array | None = None,
+    ) -> None:
+        """Count rows; what they say is not looked at. See `Drafter`."""
+        del next_token, stack_TGD, features_RF
+        self._num_rows += len(tokens)
+
+    def propose(self, k: int, sampling: DraftSampling) -> Proposal:
+        """Return the first `k` tokens recorded at this length; none where nothing was. See `Drafter`."""
+        del sampling
+        recorded = self._proposals.get(self._num_rows)
+        if recorded is None:
+            self.num_missing += 1
+            return Proposal(())
+        if k >= len(recorded.tokens) or recorded.row_ids is None or recorded.row_probs is None:
+            return Proposal(recorded.tokens[:k]) if recorded.law == "point" else recorded
+        return Proposal(recorded.tokens[:k], "rows", recorded.row_ids[:k], recorded.row_probs[:k])
+
+    def snapshot(self) -> int:
+        """Return the number of rows."""
+        return self._num_rows
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a number of rows.
+
+        Raises:
+            DrafterError: that many rows were never there.
+        """
+        if not isinstance(snapshot, int) or not 0 <= snapshot <= self._num_rows:
+            raise DrafterError("These rows were never observed", hint="observe the text from the start")
+        self._num_rows = snapshot
+
+    def num_bytes(self) -> int:
+        """Return 0: the record is the caller's."""
+        return 0
+
+    def describe(self) -> dict[str, object]:
+        """Return kind and counts."""
+        return {"kind": self.kind, "num_recorded": len(self._proposals), "num_missing": self.num_missing}

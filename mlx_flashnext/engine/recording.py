@@ -1,0 +1,441 @@
+"""Writes the cycles of a session into a trace. Entry points: `Recorder`, `TraceSettings`.
+
+Off unless asked for; nothing here reaches the answer. What a cycle left on the device is read when the next
+one has ended: by then it is computed, so that writing waits for nothing. A recorder that fails stops for good
+and says why (`failure`); the answer goes on.
+"""
+
+# Shapes: T rows of a block, k = T - 1 proposals, K candidates of a slot, R rows that stay, V vocabulary.
+
+import base64
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO, Literal
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from drafter.record import (
+    DIGEST,
+    FORMAT,
+    LAST_STACK,
+    LAYER_OUTPUT,
+    MAX_PROMPT_PIECE,
+    NO_FEATURES,
+    PAYLOAD,
+    VERSION,
+    Answer,
+    Cycle,
+    Header,
+    PromptPiece,
+    Route,
+    TraceWriter,
+)
+from drafter.record_check import Totals
+from mlx_flashnext.engine.cycle import CycleFacts, Timeline
+from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.sampler import Sampler, processed
+from mlx_flashnext.experts import HandOver
+from mlx_flashnext.model.host import HostSync, fence, to_host
+
+_log = logging.getLogger(__name__)
+
+MOST_LOGITS = 40_000
+"""Logits of a block that may be kept: their line stays below a line's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """What a trace is of, and how much of it is kept.
+
+    Attributes:
+        target_model_revision: digest of the checkpoint.
+        tokenizer_revision: digest of the tokenizer.
+        vocab_size: of the target.
+        num_layers: of the target, the MTP module's left out.
+        draft_digest: of the draft's files; empty if it has none.
+        hidden: keep hidden rows whole, or their digest.
+        keeps_logits: keep the target's logits where they are few: then the trace can be replayed.
+        keeps_routes: keep native routes and guesses.
+    """
+
+    target_model_revision: str
+    tokenizer_revision: str
+    vocab_size: int
+    num_layers: int
+    draft_digest: str = ""
+    hidden: Literal["digest", "payload"] = "digest"
+    keeps_logits: bool = False
+    keeps_routes: bool = True
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What hints said and routers chose in the block that runs."""
+
+    rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
+    guesses: dict[int, dict[int, dict[int, float]]] = field(
+        default_factory=dict[int, dict[int, dict[int, float]]]
+    )  # confidence by passes ahead, layer and expert
+
+    def guessed(self, ahead: HandOver) -> None:
+        of_pass = self.guesses.setdefault(ahead.passes_ahead, {}) if ahead.hints else {}
+        for hint in ahead.hints:
+            of_pass.setdefault(hint.layer, {}).setdefault(hint.expert, round(float(hint.confidence), 6))
+
+
+class OverheardHints(Hints):
+    """Says what other hints say, or nothing, and lets a recorder listen.
+
+    Args:
+        inner: who says it.
+        num_layers: of the model.
+    """
+
+    def __init__(self, inner: Hints | None, num_layers: int) -> None:
+        super().__init__(None, num_layers)
+        self._inner = inner
+        self._heard = _Heard()
+
+    def take(self) -> _Heard:
+        """Return what was heard since the last time."""
+        heard, self._heard = self._heard, _Heard()
+        return heard
+
+    def begin(self, tokens: Sequence[int], position: int, *, is_prefill: bool) -> HandOver:
+        """Open a block; see `Hints`."""
+        self._heard = _Heard()
+        if self._inner is None:
+            return HandOver()
+        return self._pass_on(self._inner.begin(tokens, position, is_prefill=is_prefill))
+
+    def wants_early(self, layer: int) -> bool:
+        """See `Hints`."""
+        return self._inner is not None and self._inner.wants_early(layer)
+
+    def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
+        """See `Hints`."""
+        if self._inner is not None:
+            self._inner.expect(layer, ids_TN)
+
+    def routed(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> HandOver:
+        """Listen; see `Hints`."""
+        if layer < self._num_layers:
+            self._heard.rows[layer] = [list(row) for row in ids_TK]
+        return HandOver() if self._inner is None else self._pass_on(self._inner.routed(layer, ids_TK))
+
+    def commit(self, num_rows: int) -> None:
+        """See `Hints`."""
+        if self._inner is not None:
+            self._inner.commit(num_rows)
+
+    def _pass_on(self, ahead: HandOver) -> HandOver:
+        self._heard.guessed(ahead)
+        return ahead
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A cycle whose values are still on the device."""
+
+    facts: CycleFacts
+    heard: _Heard
+    candidates: tuple[mx.array, mx.array] | None
+    target: mx.array | None
+    logits: mx.array | None
+    hidden: mx.array | None
+    cancelled: Mapping[int, Sequence[int]] | None
+
+
+class Recorder:
+    """Writes the answers of one session into one trace; an `AnswerObserver`.
+
+    Not thread-safe; every call on the inference thread.
+
+    Args:
+        stream: where lines go; the caller closes it.
+        settings: what the trace is of.
+        cancelled: asked after every cycle which guesses of each layer ended unread with it; None: not known.
+
+    Attributes:
+        failure: why it stopped; empty while it has not.
+        num_cycles: cycles seen.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        settings: TraceSettings,
+        *,
+        cancelled: Callable[[], Mapping[int, Sequence[int]]] | None = None,
+    ) -> None:
+        self.failure = ""
+        self.num_cycles = 0
+        self._writer = TraceWriter(stream)
+        self._settings = settings
+        self._cancelled = cancelled
+        self._sync = HostSync()
+        self._hints: OverheardHints | None = None
+        self._header: Header | None = None
+        self._timeline: Timeline | None = None
+        self._prompt: Sequence[int] = ()
+        self._request: Answer | None = None
+        self._totals = Totals()
+        self._pending: _Pending | None = None
+
+    def listen(self, hints: Hints | None) -> Hints | None:
+        """Return hints that say the same and are overheard; see `AnswerObserver`."""
+        if not self._settings.keeps_routes:
+            return hints
+        self._hints = OverheardHints(hints, self._settings.num_layers)
+        return self._hints
+
+    def begin_answer(self, timeline: Timeline, prompt: Sequence[int], sampler: Sampler) -> None:
+        """Remember the request; it is written with its first cycle."""
+        self._timeline, self._prompt = timeline, tuple(prompt)
+        self._request, self._totals, self._pending = None, Totals(), None
+        self._rule = timeline.drafting.rule
+        del sampler
+
+    def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
+        """Write the cycle before this one, and keep this one; see `CycleObserver`."""
+        if self.failure:
+            return
+        try:
+            if self._request is None:
+                self._begin(facts, sampler)
+            self._write_pending()
+            self._pending = self._keep(facts, sampler)
+            self.num_cycles += 1
+        except Exception as error:  # noqa: BLE001  a full disk, say: the answer goes on
+            self._stop(error)
+
+    def end_answer(self, timeline: Timeline) -> None:
+        """Write the last cycle and what all of them add up to; an answer given up long ago is over already."""
+        if self.failure or self._request is None or timeline is not self._timeline:
+            return
+        try:
+            self._write_pending()
+            self._writer.write(self._totals.end())
+            self._writer.flush()
+            self._request = None
+        except Exception as error:  # noqa: BLE001  as in `cycle_ended`
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+        self._pending = None
+        _log.warning("recording stopped: %s", self.failure)
+
+    def _begin(self, facts: CycleFacts, sampler: Sampler) -> None:
+        assert self._timeline is not None
+        if self._header is None:
+            self._header = self._describe(facts, self._timeline)
+            self._writer.write(self._header)
+        self._request = _request(self._timeline, self._prompt, facts.generation, sampler, self._rule)
+        self._writer.write(self._request)
+        for start in range(0, len(self._prompt), MAX_PROMPT_PIECE):
+            piece = tuple(self._prompt[start : start + MAX_PROMPT_PIECE])
+            self._writer.write(PromptPiece(start, piece))
+            self._totals.begin(list(piece))
+
+    def _describe(self, facts: CycleFacts, timeline: Timeline) -> Header:
+        settings, (stack, features) = self._settings, facts.seen
+        seen = features if features is not None else stack
+        stage, layers, dtype, shape = NO_FEATURES, (), NO_FEATURES, ()
+        if seen is not None:
+            taps = timeline.drafting.wants().taps
+            is_stack = features is None
+            stage = LAST_STACK if is_stack else LAYER_OUTPUT
+            layers = (settings.num_layers - 1,) if is_stack else taps
+            dtype, shape = str(seen.dtype).removeprefix("mlx.core."), tuple(seen.shape[1:])
+        return Header(
+            format=FORMAT,
+            schema_version=VERSION,
+            target_model_revision=settings.target_model_revision,
+            tokenizer_revision=settings.tokenizer_revision,
+            vocab_size=settings.vocab_size,
+            draft_kind=timeline.drafting.statistics().drafter,
+            draft_digest=settings.draft_digest,
+            captured_stage=stage,
+            captured_layer_ids=layers,
+            hidden_dtype=dtype,
+            hidden_row_shape=shape,
+        )
+
+    def _keep(self, facts: CycleFacts, sampler: Sampler) -> _Pending:
+        """Submit what is wanted of the cycle's arrays, so that it is there when the next one has ended."""
+        assert self._header is not None
+        proposal, candidates = facts.proposal, None
+        if proposal.law == "rows" and proposal.row_ids is not None and proposal.row_probs is not None:
+            candidates = (proposal.row_ids, proposal.row_probs)
+        stack, features = facts.seen
+        hidden = features if features is not None else stack
+        if hidden is not None and self._header.captured_stage == NO_FEATURES:
+            hidden = None
+        has_logits = self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS
+        # Whoever keeps a count of calls must not be called for a record.
+        target = None if sampler.processors else _target_probabilities(facts, sampler)
+        logits = facts.logits.astype(mx.float32) if has_logits or target is None else None
+        heard = _Heard() if self._hints is None else self._hints.take()
+        cancelled = None if self._cancelled is None else self._cancelled()
+        waiting = [array for array in (target, logits, hidden, *(candidates or ())) if array is not None]
+        mx.async_eval(*waiting)
+        return _Pending(facts, heard, candidates, target, logits, hidden, cancelled)
+
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            line = self._line(pending)
+            self._writer.write(line)
+            self._totals.add(line)
+
+    def _line(self, pending: _Pending) -> Cycle:
+        header, request, facts = self._header, self._request, pending.facts
+        assert header is not None
+        assert request is not None
+        tokens = facts.proposal.tokens
+        ids, values, path = tuple((token,) for token in tokens), ((1.0,),) * len(tokens), (0,) * len(tokens)
+        if pending.candidates is not None:
+            ids, values, path = _candidates(tokens, *(to_host(self._sync, a) for a in pending.candidates))
+        logits = None if pending.logits is None else self._bytes(pending.logits)
+        shape, payload = (0, *header.hidden_row_shape), ""
+        if pending.hidden is not None:
+            shape, payload = tuple(pending.hidden.shape), self._opaque(pending.hidden)
+        rows = None
+        if logits is not None and self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS:
+            table = np.frombuffer(logits, np.float32).reshape(facts.logits.shape)
+            rows = tuple(tuple(row) for row in table.tolist())
+        return Cycle(
+            schema_version=VERSION,
+            target_model_revision=header.target_model_revision,
+            tokenizer_revision=header.tokenizer_revision,
+            request_owner=request.request_owner,
+            request_generation=facts.generation,
+            sequence_position=facts.position,
+            anchor_token_id=facts.anchor,
+            captured_stage=header.captured_stage,
+            captured_layer_ids=header.captured_layer_ids,
+            hidden_dtype=header.hidden_dtype,
+            hidden_shape=shape if header.captured_stage != NO_FEATURES else (),
+            hidden_payload_or_digest=payload,
+            proposal_law=facts.proposal.law if pending.candidates is not None else "point",
+            candidate_token_ids=ids,
+            candidate_probabilities_or_logits=values,
+            selected_candidate_path=path,
+            target_token_probabilities_or_digest=self._said(pending, logits),
+            target_logits=rows,
+            accepted_prefix_length=facts.verdict.accepted,
+            bonus_token=facts.verdict.tokens[-1],
+            num_committed=facts.num_kept,
+            routes=_routes(pending, request.request_owner),
+        )
+
+    def _said(self, pending: _Pending, logits: bytes | None) -> tuple[tuple[float, ...], ...] | str:
+        """Return the probabilities of candidates and bonus, or the digest of the logits."""
+        if pending.target is None:
+            assert logits is not None
+            return DIGEST + xxhash.xxh3_128_hexdigest(logits)
+        table = to_host(self._sync, pending.target)
+        accepted, num_slots = pending.facts.verdict.accepted, len(table) - 1
+        return tuple(
+            tuple(min(1.0, share) for share in (*(row[:-1] if slot < num_slots else ()), *row[-1:]))
+            if slot == accepted
+            else tuple(min(1.0, share) for share in (row[:-1] if slot < num_slots else ()))
+            for slot, row in enumerate(table)
+        )
+
+    def _opaque(self, hidden: mx.array) -> str:
+        data = self._bytes(hidden)
+        if self._settings.hidden == "payload":
+            return PAYLOAD + base64.b64encode(data).decode()
+        return DIGEST + xxhash.xxh3_128_hexdigest(data)
+
+    def _bytes(self, array: mx.array) -> bytes:
+        """Return an array's bytes, row by row, little-endian."""
+        flat = array if array.dtype == mx.float32 else array.view(mx.uint16)
+        fence(self._sync, flat)
+        return np.ascontiguousarray(np.array(flat)).tobytes()
+
+
+def _target_probabilities(facts: CycleFacts, sampler: Sampler) -> mx.array:
+    """Return, [T, K + 1], the probability of every candidate of a slot, and of the bonus; row k repeats."""
+    proposal, num_rows = facts.proposal, facts.logits.shape[0]
+    scores_TV = processed(facts.logits[None], [sampler], [proposal.tokens])
+    norms_T1 = mx.logsumexp(scores_TV, axis=-1, keepdims=True)
+    bonus_T1 = mx.full((num_rows, 1), facts.verdict.tokens[-1], mx.int32)
+    if num_rows == 1:
+        ids_TK = bonus_T1
+    elif proposal.law == "rows" and proposal.row_ids is not None:
+        ids_TK = mx.concatenate([proposal.row_ids.astype(mx.int32), proposal.row_ids[-1:].astype(mx.int32)])
+        ids_TK = mx.concatenate([mx.clip(ids_TK, 0, facts.logits.shape[1] - 1), bonus_T1], axis=-1)
+    else:
+        drafted_T1 = mx.array([*proposal.tokens, proposal.tokens[-1]], mx.int32)[:, None]
+        ids_TK = mx.concatenate([drafted_T1, bonus_T1], axis=-1)
+    return mx.exp(mx.take_along_axis(scores_TV, ids_TK, axis=-1) - norms_T1)
+
+
+def _candidates(
+    tokens: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...], tuple[int, ...]]:
+    """Return candidates, probabilities and path of a proposal whose tokens were drawn."""
+    path = tuple(list(row).index(token) for row, token in zip(ids, tokens, strict=True))
+    return tuple(map(tuple, ids)), tuple(map(tuple, probs)), path
+
+
+def _routes(pending: _Pending, owner: int) -> tuple[Route, ...]:
+    heard, generation = pending.heard, pending.facts.generation
+    now, later = heard.guesses.get(0, {}), heard.guesses.get(1, {})
+    found: list[Route] = []
+    for ahead, guesses in ((0, now), (1, later)):
+        for layer in sorted(heard.rows):
+            guessed = guesses.get(layer, {})
+            if ahead and not guessed:
+                continue
+            rows = tuple(tuple(row) for row in heard.rows[layer])
+            gone = None if pending.cancelled is None or ahead else pending.cancelled.get(layer, ())
+            found.append(
+                Route(
+                    target_route_layer=layer,
+                    target_top_k=len(rows[0]),
+                    target_expert_ids_in_native_rank_order=() if ahead else rows,
+                    predicted_expert_ids=tuple(guessed),
+                    prediction_confidence=tuple(guessed.values()),
+                    prefetch_ticket_owner=owner,
+                    prefetch_ticket_generation=generation + ahead,
+                    cancelled_expert_ids=None if gone is None else tuple(sorted(gone)),
+                )
+            )
+    return tuple(found)
+
+
+def _request(
+    timeline: Timeline,
+    prompt: Sequence[int],
+    generation: int,
+    sampler: Sampler,
+    rule: Literal["coupled", "delta", "sampled"],
+) -> Answer:
+    """Return how tokens are chosen, in normal form."""
+    params = sampler.params
+    is_drawn = not params.is_greedy
+    return Answer(
+        schema_version=VERSION,
+        request_owner=timeline.owner,
+        request_generation=generation,
+        num_prompt_tokens=len(prompt),
+        rule=rule,
+        seed=sampler.seed if is_drawn else None,
+        temperature=params.temperature if is_drawn else 0.0,
+        top_k=params.top_k if is_drawn else 0,
+        top_p=(params.top_p or 1.0) if is_drawn else 1.0,
+        min_p=params.min_p if is_drawn else 0.0,
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        penalty_context=params.penalty_context if params.has_penalties else 0,
+        logit_bias=tuple((token, float(bias)) for token, bias in sorted(params.logit_bias.items())),
+        processors=tuple(type(each).__name__ for each in sampler.processors),
+    )
