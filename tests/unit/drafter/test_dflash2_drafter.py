@@ -16,6 +16,7 @@ from drafter.dflash2 import Dflash2Drafter, Dflash2Options
 from drafter.errors import DrafterError
 from drafter.live import LiveCounts, check_live, idle_selector
 from drafter.loading import load_parameters
+from drafter.selector import candidates
 from mlx_flashnext.engine.streams import draw_draft
 from tests.arch.test_device_waits import ROOT, waits
 from tests.tiny.drafts import draft_config, random_parameters
@@ -512,3 +513,14 @@ def test_tensors_are_checked_again_as_they_are_loaded() -> None:
 @pytest.mark.parametrize("name", ["block", "context", "dflash2", "fuse", "layers", "loading", "selector"])
 def test_nothing_waits_for_the_device_but_through_the_target(name: str) -> None:
     assert waits((ROOT / "drafter" / f"{name}.py").read_text()) == []
+
+
+@pytest.mark.parametrize("vocabulary", [5, 6, 1000, 2561, 9000, 9216])
+def test_candidates_are_the_largest_logits_of_any_vocabulary(vocabulary: int) -> None:
+    generator = np.random.default_rng(vocabulary)
+    logits = generator.permuted(np.tile(np.arange(vocabulary, dtype=np.float32), (3, 1)), axis=1)
+    logits[0, : vocabulary - 5] = -np.inf  # no more than five can be had
+    found = candidates(mx.array(logits), 5)
+    wanted = np.sort(np.argsort(logits, axis=1)[:, -5:], axis=1)
+    assert np.array(found.ids).tolist() == wanted.tolist()
+    assert np.array_equal(np.array(found.logits), np.take_along_axis(logits, wanted, axis=1))
