@@ -57,7 +57,7 @@ class Dispatcher:
         self.ledger = Ledger()
         self.prefetcher = Prefetcher(shelves, self, limits, clock)
         self._max_guesses_reading = (
-            max(1, reader.num_readers - 1) if limits.max_reads is None else limits.max_reads
+            max(1, reader.num_readers // 2) if limits.max_reads is None else limits.max_reads
         )
         self._shelves = shelves
         self._source = source

@@ -7,8 +7,9 @@ can raise. All methods run under the store's lock, one hand-over in one acquisit
 What a guess may take. Queued, nothing. When its read begins (dispatch.py) it takes an EMPTY slot, else that
 of a wrong guess, else the one the policy would free next - the last only while fewer than `num_slots -
 min_exact_slots` guesses of the layer are expected (slots.py S6, ranking.py K3). At most `max_reads` guesses
-are on the wire, one reader fewer than there are, so that an exact read starts at once; with a single reader
-it waits for at most the one read on the wire (T3).
+are on the wire, half the readers, so that an exact read starts at once and shares the drive with few: two of
+four cost it one record's time and keep the drive busy, three cost two, four cost three (measured:
+bench/studies/guess_interference.py). With a single reader it waits for the one read on the wire (T3).
 
 What becomes of it. Demanded in a slot: used. Demanded queued or on the wire: joined, exact from then on.
 `advance` makes the owner's older guesses stale: queued ones are cancelled, those in slots or on the wire
@@ -43,7 +44,7 @@ class PrefetchLimits:
     Attributes:
         max_queued: Predicted tickets that may wait for a reader at once, over all layers and owners.
         max_hints: Hints looked at in one hand-over; what lies beyond is counted and refused unseen.
-        max_reads: Guesses on the wire at once; None: one fewer than there are readers, at least one.
+        max_reads: Guesses on the wire at once; None: half as many as there are readers, at least one.
         budget_bytes: What one owner may have read in one generation; None does not limit.
         min_exact_slots: Slots of each layer that guesses may not take: as many as the widest block can need
             (top_k x rows). None: half of them, rounded up. Layers with a slot for every expert need none.

@@ -51,7 +51,7 @@ SLOTS = {0: 5, 1: 7}  # layer 1 has a slot for every expert, so slot == expert t
 LENGTHS = {0: (12, 5), 1: (40,)}
 MIN_EXACT = 3
 LIMITS = PrefetchLimits(max_queued=3, budget_bytes=200, min_exact_slots=MIN_EXACT)
-NUM_READERS = 3
+NUM_READERS = 4
 EXPECTED = {"short": RecordCorrupt, "eio": SourceFailed}
 EXACT, NEAR, SPECULATIVE = ReadClass
 
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
             {layer: sum(lengths) for layer, lengths in LENGTHS.items()},
             min_exact=MIN_EXACT,
             max_queued=LIMITS.max_queued,
-            max_reads=NUM_READERS - 1,
+            max_reads=NUM_READERS // 2,
             budget=LIMITS.budget_bytes,
         )
 
