@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -29,7 +30,10 @@ from mlx_flashnext.model.gdn import GdnJournal
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.ple import PleJournal
 from mlx_flashnext.state import Carried, SequenceState, Snapshot, TransactionalState
+from tests.parity.golden.cases import CASES
 from tests.parity.goldens import checkpoint_dir
+from tests.tiny.checkpoints import build_hf
+from tests.tiny.engines import open_tiny
 from tests.tiny.stepping import Arrays, advance, advance_cut, computed, different
 from tests.tiny.weights import TinyModel, TinyPending
 
@@ -220,6 +224,29 @@ def test_an_error_while_the_rows_kept_are_run_again_changes_nothing() -> None:
         honest = GdnJournal.state_after
         check_broken_off(MemoryError, GdnJournal, "state_after", failing_at(call, honest, MemoryError()))
     check_broken_off(MemoryError, mx, "async_eval", failing_at(0, mx.async_eval, MemoryError()))
+
+
+def test_a_store_that_cannot_read_in_any_layer_changes_nothing(tmp_path: Path) -> None:
+    """The rest of the broken pass may still run later, over slots that hold other experts by then."""
+    case = CASES["default"]
+    directory = build_hf(tmp_path / "model", seed=case.seed, overrides=case.overrides)
+    with open_tiny(directory, slots=4) as engine:
+        model, experts = engine.target.model, engine.target.experts
+        for layer in range(4):
+            state = model.new_state()
+            mx.eval(advance(model, TEXT[:START], state, logits="last").logits)
+            experts.device_idle()
+            error = StoreError("the drive is gone", hint="look at it")
+            faulty = failing_at(layer, experts.run, error)
+            block = state.begin(ROWS)
+            with mock.patch.object(experts, "run", faulty), pytest.raises(StoreError), block:
+                model.forward(TEXT[START : START + ROWS], block)
+            experts.device_idle()
+            before, after, _ = undisturbed()
+            assert different(computed(state), before) == []
+            advance_cut(model, TEXT[START : START + ROWS], state, KEPT)
+            experts.device_idle()
+            assert different(computed(state), after) == []
 
 
 def lines_run(act: Callable[[], None], stop_at: int = 0) -> int:
