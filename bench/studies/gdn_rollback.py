@@ -11,10 +11,11 @@ block of T rows are compared:
     states    keep the state of every row; nothing is run again
 
 None runs a projection or an expert. Times are CPU seconds of the process, the least of the rounds, since the
-machine is shared; the token is taken again in every round, so that a share compares like with like. `bound`
-is one read and one write of the state for every row that `calls` runs again. Bytes are for the 36 layers of
-the model in float32, beside the state before and after the block, which all three hold. The last line of
-stdout is one JSON document.
+machine is shared, each after a token through the layer, which leaves the caches as a block does. `bound` is
+one read and one write of the state for every row that `calls` runs again: where a pass over the state takes
+much more than half a millisecond, others are using the memory. Bytes are for the 36 layers of the model in
+float32, beside the state before and after the block, which all three hold. The last line of stdout is one
+JSON document.
 """
 
 import argparse
@@ -100,10 +101,9 @@ class FewExperts:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: milliseconds of a token and of the worst cut, and bytes of the whole model."""
+    """One line of the table: milliseconds of the worst cut, and bytes of the whole model."""
 
     num_rows: int
-    step_ms: float
     replay_ms: float
     calls_ms: float
     states_ms: float
@@ -120,14 +120,20 @@ def quantised(shape: tuple[int, ...]) -> tuple[mx.array, mx.array, mx.array]:
     return parts[0], parts[1], parts[2]
 
 
-def timed(rounds: int, *works: Callable[[], object]) -> list[float]:
-    """Return the least CPU milliseconds of each work, taken in turns."""
-    found: list[list[float]] = [[] for _ in works]
+def cpu_ms(work: Callable[[], object]) -> float:
+    """Return the CPU milliseconds of one run."""
+    start = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - start)
+
+
+def timed(rounds: int, works: Sequence[Callable[[], object]], between: Callable[[], object]) -> list[float]:
+    """Return the least CPU milliseconds of each work, taken in turns, and of what is run before each."""
+    found: list[list[float]] = [[] for _ in range(len(works) + 1)]
     for _ in range(rounds):
-        for times, work in zip(found, works, strict=True):
-            start = time.process_time()
-            work()
-            times.append(1e3 * (time.process_time() - start))
+        for times, work in zip(found, works, strict=False):
+            found[-1].append(cpu_ms(between))
+            times.append(cpu_ms(work))
     return [min(times) for times in found]
 
 
@@ -147,16 +153,38 @@ def returning(journal: GdnJournal, rows: int) -> GdnState:
     return GdnState(recurrent, journal.state_after(rows).conv_window)
 
 
-def measure(layer: DecoderLayer, config: ModelConfig, num_rows: int, rounds: int) -> Row:
-    """Return one line of the table."""
-    journal = staged(layer, config, num_rows)
+def ways_back(journal: GdnJournal, num_rows: int) -> tuple[Callable[[], object], ...]:
+    """Return the worst cut of a block by each way, and a pass over the state, as works to be timed."""
     state = journal.starts[0] + 0.0
     mx.eval(state)
-    most_again = min(num_rows - 1, GDN_STEP_ROWS - 1)
-    at_worst = max(row for row in range(1, num_rows) if row % GDN_STEP_ROWS == most_again)
+    at_worst = max(range(1, num_rows), key=lambda row: (row % GDN_STEP_ROWS, row))
     for row in range(1, num_rows):
-        ways = (returning(journal, row), journal.state_after(row))
-        assert mx.array_equal(ways[0].recurrent, ways[1].recurrent).item()
+        again, kept = returning(journal, row), journal.state_after(row)
+        assert mx.array_equal(again.recurrent, kept.recurrent).item()
+    return (
+        lambda: mx.eval(returning(journal, num_rows - 1).arrays()),
+        lambda: mx.eval(journal.state_after(at_worst).arrays()),
+        lambda: mx.eval(journal.window[1:4] + 0.0),
+        lambda: mx.eval(state * state),
+    )
+
+
+def held_mib(config: ModelConfig, num_rows: int) -> tuple[float, float, float]:
+    """Return what 36 layers hold for each way, beside the states before and after the block."""
+    num_gdn = len(config.gdn_layers)
+    matrix = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    states = num_gdn * matrix * FLOAT32_BYTES
+    calls = block_bytes(config, num_rows, FLOAT32_BYTES, revocable=True)
+    calls -= block_bytes(config, 1, FLOAT32_BYTES, revocable=False)
+    replay = calls - (num_rows - 1) // GDN_STEP_ROWS * states
+    # A state of every row needs the convolution rows, but not the inputs of the recurrence.
+    inputs = config.linear_conv_dim + config.linear_key_dim + 2 * config.linear_num_value_heads
+    every = replay - num_gdn * num_rows * inputs * FLOAT32_BYTES + (num_rows - 1) * states
+    return replay / MIB, calls / MIB, every / MIB
+
+
+def measure(layer: DecoderLayer, config: ModelConfig, rounds: int) -> tuple[float, list[Row]]:
+    """Return the milliseconds of one token, and the table."""
     stack_TGD = mx.random.normal((1, config.hc_count, config.hidden_size))
     empty = empty_gdn(config, mx.float32)
 
@@ -164,33 +192,14 @@ def measure(layer: DecoderLayer, config: ModelConfig, num_rows: int, rounds: int
         out, left = layer(stack_TGD, empty, 0, is_revocable=False)
         mx.eval(out, left.arrays())
 
-    step_ms, replay, calls, states, bound = timed(
-        rounds,
-        step,
-        lambda: mx.eval(returning(journal, num_rows - 1).arrays()),
-        lambda: mx.eval(journal.state_after(at_worst).arrays()),
-        lambda: mx.eval(journal.window[1:4] + 0.0),
-        lambda: mx.eval(state * state),
-    )
-    num_gdn = len(config.gdn_layers)
-    closed = block_bytes(config, 1, FLOAT32_BYTES, revocable=False)
-    calls_bytes = block_bytes(config, num_rows, FLOAT32_BYTES, revocable=True) - closed
-    kept = (num_rows - 1) // GDN_STEP_ROWS * num_gdn * state.nbytes
-    inputs = config.linear_conv_dim + config.linear_key_dim + 2 * config.linear_num_value_heads
-    # Per-row states need the convolution rows but not the inputs of the recurrence.
-    states_bytes = calls_bytes - kept - num_gdn * num_rows * inputs * FLOAT32_BYTES
-    states_bytes += (num_rows - 1) * num_gdn * state.nbytes
-    return Row(
-        num_rows,
-        step_ms,
-        replay,
-        calls,
-        states,
-        bound * most_again,
-        (calls_bytes - kept) / MIB,
-        calls_bytes / MIB,
-        states_bytes / MIB,
-    )
+    tokens, lines = [], []
+    for rows in range(2, MOST_ROWS + 1):
+        works = ways_back(staged(layer, config, rows), rows)
+        replay, calls, states, one_pass, token = timed(rounds, works, step)
+        bound = one_pass * min(rows - 1, GDN_STEP_ROWS - 1)
+        tokens.append(token)
+        lines.append(Row(rows, replay, calls, states, bound, *held_mib(config, rows)))
+    return min(tokens), lines
 
 
 def qsa_cut_ms(config: ModelConfig, context_tokens: int, rounds: int) -> float:
@@ -199,7 +208,7 @@ def qsa_cut_ms(config: ModelConfig, context_tokens: int, rounds: int) -> float:
     window = mx.random.normal((3 + MOST_ROWS, config.indexer_head_dim))
     mx.eval(window, final.arrays())
     journal = QsaJournal(final, window, MOST_ROWS, config.indexer_compress_ratio)
-    return timed(rounds, lambda: mx.eval(journal.state_after(MOST_ROWS - 2).arrays()))[0]
+    return min(cpu_ms(lambda: mx.eval(journal.state_after(MOST_ROWS - 2).arrays())) for _ in range(rounds))
 
 
 def main() -> None:
@@ -220,13 +229,14 @@ def main() -> None:
         rope=Rope(config),
         sync=HostSync(),
     )
-    print("        token   worst cut, ms (% of a token)             bound   held by 36 layers, MiB")
-    print("rows       ms   replay          calls           states           ms     replay   calls   states")
-    lines = [measure(layer, config, rows, options.rounds) for rows in range(2, MOST_ROWS + 1)]
+    step_ms, lines = measure(layer, config, options.rounds)
+    print(f"one token through the layer: {step_ms:.1f} ms")
+    print("        worst cut, ms (% of a token)              bound   held by 36 layers, MiB")
+    print("rows   replay          calls           states       ms     replay   calls   states")
+    share = 100 / step_ms
     for line in lines:
-        share = 100 / line.step_ms
         print(
-            f"{line.num_rows:4}  {line.step_ms:7.1f}  {line.replay_ms:6.2f} ({line.replay_ms * share:4.1f})  "
+            f"{line.num_rows:4}  {line.replay_ms:6.2f} ({line.replay_ms * share:4.1f})  "
             f"{line.calls_ms:6.2f} ({line.calls_ms * share:4.1f})  "
             f"{line.states_ms:6.2f} ({line.states_ms * share:4.1f})  {line.bound_ms:5.2f}  "
             f"{line.replay_mib:7.1f} {line.calls_mib:7.1f} {line.states_mib:8.1f}"
@@ -235,10 +245,10 @@ def main() -> None:
     print("cut of a QSA layer: " + ", ".join(f"{ms:.3f} ms at {tokens}" for tokens, ms in contexts.items()))
     document = {
         "study": "gdn_rollback",
-        "worst_share": round(max(line.calls_ms / line.step_ms for line in lines), 4),
+        "step_ms": round(step_ms, 2),
+        "worst_share": round(max(line.calls_ms for line in lines) / step_ms, 4),
         "rows": {
             line.num_rows: {
-                "step_ms": round(line.step_ms, 2),
                 "replay_ms": round(line.replay_ms, 2),
                 "calls_ms": round(line.calls_ms, 2),
                 "bound_ms": round(line.bound_ms, 2),
