@@ -10,6 +10,7 @@ WAITING_CALLS = {"item", "tolist", "eval", "synchronize"}
 FORWARD_PASS = [
     *sorted((ROOT / "mlx_flashnext/model").rglob("*.py")),
     ROOT / "mlx_flashnext/state.py",
+    ROOT / "mlx_flashnext/layer_state.py",
     ROOT / "mlx_flashnext/engine/cycle.py",
     ROOT / "mlx_flashnext/engine/prefill.py",
     ROOT / "mlx_flashnext/engine/sampler.py",
