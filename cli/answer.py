@@ -186,6 +186,8 @@ def opened(
 
     engine = services.open_engine(model.directory, plan_request(memory, model, draft), progress)
     console.end_progress()
+    for notice in engine.notices:
+        console.note(f"note: {notice}")
     if draft.draft == "auto":
         console.note(f"note: drafts come from {engine.plan.draft}: {engine.plan.draft_reason}")
     with closing(engine):
@@ -209,6 +211,7 @@ def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions =
         num_readers=memory.readers,
         verify_reads=memory.verify_reads,
         draft=draft.draft,
+        draft_directory=draft.draft_model,
         num_draft_tokens=draft.num_draft_tokens,
     )
 

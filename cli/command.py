@@ -30,7 +30,6 @@ FOREIGN_FLAGS = {
     "--kv-bits": "the key-value cache is kept exact; make room with a smaller --ctx-size",
     "--kv-group-size": "the key-value cache is kept exact; make room with a smaller --ctx-size",
     "--quantized-kv-start": "the key-value cache is kept exact; make room with a smaller --ctx-size",
-    "--draft-model": "this version drafts with --draft lookup or --draft mtp",
     "--prompt-cache-file": "save a conversation with /save in flashnext chat, continue it with --resume",
     "--verbose": "figures are shown with --stats",
     "--adapter-path": "adapters are not supported",

@@ -69,6 +69,11 @@ class EngineLike(Protocol):
         ...
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """Return lines that the person should read once."""
+        ...
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
         ...
@@ -120,10 +125,13 @@ def _make_plan(directory: Path, request: PlanRequest) -> Planned:
     import_module("mlx_flashnext.engine.engine")  # a run has it in memory, so its plan counts it
     from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.engine.own_draft import find_draft
     from mlx_flashnext.engine.plan import make_plan
 
     checkpoint, machine = open_checkpoint(directory), detect_machine()
-    return Planned(checkpoint, machine, make_plan(checkpoint, machine, request))
+    found = find_draft(checkpoint, machine, request)
+    own = found.draft and found.draft.bytes
+    return Planned(checkpoint, machine, make_plan(checkpoint, machine, request, own, found.reason))
 
 
 def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Checkpoint, Examination]:

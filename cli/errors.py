@@ -24,6 +24,7 @@ _CODES = {
     "WeightMismatch": INCOMPATIBLE,
     "TokenizerMismatch": INCOMPATIBLE,
     "MissingDrafter": INCOMPATIBLE,
+    "IncompatibleDrafter": INCOMPATIBLE,
     "ChatTemplateFailed": INCOMPATIBLE,
     "BudgetTooSmall": NOT_ENOUGH,
     "BudgetTooLarge": NOT_ENOUGH,

@@ -4,6 +4,7 @@ Names follow mlx-lm where it has one. A value of None means that the flag was no
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -212,15 +213,24 @@ class DraftOptions:
     """Who proposes tokens that the model then verifies. Nothing here changes what the model says."""
 
     draft: Annotated[
-        Literal["none", "lookup", "mtp", "auto"],
+        Literal["none", "lookup", "mtp", "dflash2", "auto"],
         typer.Option(
             "--draft",
             metavar="DRAFTER",
             help="none; lookup: what followed the same words before; mtp: the model's own next-token module; "
-            "auto: the best that is there.",
+            "dflash2: a draft trained for the model; auto: the best that is there.",
             rich_help_panel=_DRAFT,
         ),
     ] = "none"
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft-model",
+            metavar="DIR",
+            help="Directory of a draft for --draft dflash2. Left out: the one beside the model.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(

@@ -24,6 +24,7 @@ from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline, TimelineSnapshot
+from mlx_flashnext.engine.draft_target import DraftTarget
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
@@ -31,7 +32,8 @@ from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
-from mlx_flashnext.engine.mtp_view import MtpView, open_mtp_view
+from mlx_flashnext.engine.mtp_view import open_mtp_view
+from mlx_flashnext.engine.own_draft import OwnDraft, find_draft
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
@@ -54,6 +56,9 @@ class Engine:
     """A model that is open: trunk in memory, experts and n-gram rows behind the store.
 
     Made by `open`; use as a context manager or call `close`.
+
+    Attributes:
+        notices: lines that the person should read once, such as a draft's licence.
     """
 
     def __init__(
@@ -62,7 +67,8 @@ class Engine:
         tokenizer: Tokenizer,
         plan: Plan,
         target: Target,
-        mtp: MtpView | None,
+        new_drafter: Callable[[], Drafter | None],
+        notices: tuple[str, ...],
         resources: contextlib.ExitStack,
     ) -> None:
         self.checkpoint = checkpoint
@@ -70,7 +76,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.plan = plan
         self.target = target
-        self._mtp = mtp
+        self.notices = notices
+        self._new_drafter = new_drafter
         self._resources = resources
         self._num_timelines = 0
         self._closed = False
@@ -104,15 +111,21 @@ class Engine:
         checkpoint = open_checkpoint(directory)
         tokenizer = Tokenizer.open(directory)
         tokenizer.check_vocabulary(checkpoint.config)
-        plan = make_plan(checkpoint, machine, request or PlanRequest())
+        request = request or PlanRequest()
+        found = find_draft(checkpoint, machine, request)
+        own = found.draft
+        plan = make_plan(checkpoint, machine, request, own and own.bytes, found.reason)
         prepare_device(machine, plan.total_bytes)
         with contextlib.ExitStack() as resources:
             source = wrap_source(FileSource(checkpoint.table.files))
             if checkpoint.records is not None:
                 source = VerifiedSource(source, checkpoint.records, verify=plan.verify_reads)
             resources.callback(source.close)
-            target, mtp = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
-            return cls(checkpoint, tokenizer, plan, target, mtp, resources.pop_all())
+            target, weights = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
+            new_drafter = _open_drafter(target, weights, plan, own)
+            weights.check_all_used()
+            notices = own.notices if own is not None and plan.draft == "dflash2" else ()
+            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, resources.pop_all())
 
     def session(
         self,
@@ -156,12 +169,10 @@ class Engine:
             hints: who says what to read ahead.
         """
         self._num_timelines += 1
-        if drafter is not None:
+        if drafter is None:
+            drafter = self._new_drafter()
+        else:
             drafter.reset()
-        elif self.plan.draft == "lookup":
-            drafter = LookupDrafter(self.plan.context_tokens)
-        elif self._mtp is not None:
-            drafter = MtpDrafter(self._mtp)
         state = self.target.model.new_state()
         return Timeline(self.target, state, drafter, governor, self._num_timelines, hints)
 
@@ -193,7 +204,7 @@ def _open_target(
     machine: Machine,
     resources: contextlib.ExitStack,
     progress: Progress,
-) -> tuple[Target, MtpView | None]:
+) -> tuple[Target, CheckpointWeights]:
     dtype = mx.bfloat16 if machine.compute_dtype == "bfloat16" else mx.float32
     weights = CheckpointWeights(
         checkpoint, source, compute_dtype=dtype, progress=lambda done, total: progress("trunk", done, total)
@@ -221,13 +232,25 @@ def _open_target(
     experts = StreamedExperts(store, banks, slots, sync)
     rows = StreamedRows(table, row_banks, checkpoint.ngram, dtype, weights.ngram_scale())
     model = FlashNext(checkpoint.config, weights, experts, rows, sync, compute_dtype=dtype)
-    mtp = None
-    if plan.draft == "mtp":
-        mtp = open_mtp_view(model, weights, experts, sync)
-    weights.check_all_used()
     if plan.is_resident:
         experts.preload(tuple(slots), lambda done, total: progress("experts", done, total))
-    return Target(model, experts, store, rows, sync), mtp
+    return Target(model, experts, store, rows, sync), weights
+
+
+def _open_drafter(
+    target: Target, weights: CheckpointWeights, plan: Plan, own: OwnDraft | None
+) -> Callable[[], Drafter | None]:
+    """Load the planned drafter, if any, and return what makes one for each sequence."""
+    model, sync = target.model, target.sync
+    if plan.draft == "lookup":
+        return lambda: LookupDrafter(plan.context_tokens)
+    if plan.draft == "mtp":
+        view = open_mtp_view(model, weights, target.experts, sync)
+        return lambda: MtpDrafter(view)
+    if plan.draft == "dflash2" and own is not None:
+        own.load(DraftTarget(model, sync), model.compute_dtype)
+        return lambda: own.drafter(plan.context_tokens)
+    return lambda: None
 
 
 class AnswerObserver(CycleObserver, Protocol):

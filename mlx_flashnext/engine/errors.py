@@ -7,6 +7,7 @@ EngineError
   EmptyPrompt       there is nothing to answer
   InvalidRequest    a value that no run could honour
   MissingDrafter    the checkpoint lacks what the asked drafter is made of
+  IncompatibleDrafter  the gate refuses a draft; the message names the first reason
   EngineClosed      used after `close`
   WrongThread       used on another thread than the one that opened it
 """
@@ -50,6 +51,10 @@ class InvalidRequest(EngineError):
 
 class MissingDrafter(EngineError):
     """The checkpoint lacks what the asked drafter is made of. Nothing was loaded."""
+
+
+class IncompatibleDrafter(EngineError):
+    """A draft does not fit its target. Nothing of it was loaded."""
 
 
 class EngineClosed(EngineError):

@@ -7,6 +7,7 @@ budget that would.
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from drafter.api import MAX_PROPOSALS
 from expert_store.verified import VerifyReads
@@ -20,16 +21,16 @@ from mlx_flashnext.engine.errors import (
 )
 from mlx_flashnext.engine.machine import GIB, MIB, Machine
 from mlx_flashnext.engine.predictors import HINTS
-from mlx_flashnext.engine.sizes import PlanLine, Sizes
+from mlx_flashnext.engine.sizes import DraftBytes, PlanLine, Sizes
 
 MAX_READERS = 256
 DEFAULT_CONTEXT = 32_768
 SMALLEST_DEFAULT_CONTEXT = 2_048
-DRAFTS = ("none", "lookup", "mtp", "auto", "oracle")
+DRAFTS = ("none", "lookup", "mtp", "dflash2", "auto", "oracle")
 # Of the demo's text 91, 40 and 15 % of cycles keep a first, second and third proposal of mtp, and of those in
 # which lookup proposes 70, 51, 39 and 30 %: a third of mtp would cost a row for less than it brings.
 # `python -m bench.studies.draft_acceptance`
-DEFAULT_DRAFT_TOKENS = {"none": 0, "lookup": 4, "mtp": 2, "oracle": 4}
+DEFAULT_DRAFT_TOKENS = {"none": 0, "lookup": 4, "mtp": 2, "oracle": 4}  # dflash2: all of its block
 MAX_SNAPSHOTS = 64
 
 
@@ -46,6 +47,7 @@ class PlanRequest:
         num_readers: reader threads.
         verify_reads: compare the records of a pack with their digests at the first read, or at every one.
         draft: where proposals come from: one of `DRAFTS`; `auto` takes the best that is there and fits.
+        draft_directory: of a draft of one's own; None for the one beside the checkpoint, if there is one.
         num_draft_tokens: most proposals of one cycle.
         num_snapshots: earlier points of a conversation to keep, so that a prompt which leaves it there need
             not be read again; fewer are kept where memory is short.
@@ -60,6 +62,7 @@ class PlanRequest:
     num_readers: int | None = None
     verify_reads: VerifyReads = "first"
     draft: str = "none"
+    draft_directory: Path | None = None
     num_draft_tokens: int | None = None
     num_snapshots: int = 4
     hints: str = "off"
@@ -83,7 +86,7 @@ class Plan:
         policy: eviction policy.
         num_readers: reader threads.
         verify_reads: when the records of a pack are compared with their digests.
-        draft: where proposals come from: `none`, `lookup`, `mtp` or `oracle`.
+        draft: where proposals come from: `none`, `lookup`, `mtp`, `dflash2` or `oracle`.
         draft_reason: why this one.
         num_draft_tokens: most proposals of one cycle; 0 without a drafter.
         num_snapshots: snapshots that may be kept at a time.
@@ -124,13 +127,21 @@ class Plan:
         return {**asdict(self), "total_bytes": self.total_bytes, "is_resident": self.is_resident}
 
 
-def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    machine: Machine,
+    request: PlanRequest,
+    own: DraftBytes | None = None,
+    why_no_own: str | None = None,
+) -> Plan:
     """Decide the memory of a run.
 
     Args:
         checkpoint: headers of the model; no tensor is read.
         machine: what there is.
         request: what was asked.
+        own: what a draft takes that the gate let in; `auto` prefers it.
+        why_no_own: why there is none, for `auto`.
 
     Returns:
         The plan; its total is at most its budget.
@@ -144,28 +155,44 @@ def make_plan(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) ->
     """
     _check(request, checkpoint, machine)
     if request.draft != "auto":
-        return _plan_with(checkpoint, machine, request, request.draft, "as asked")
-    why = _mtp_missing(checkpoint)
-    if why is None:
-        try:
-            return _plan_with(checkpoint, machine, request, "mtp", "the best that is there")
-        except BudgetTooSmall:
-            why = "the MTP module does not fit this memory target"
-    return _plan_with(checkpoint, machine, request, "lookup", why)
+        return _plan_with(checkpoint, machine, request, request.draft, "as asked", own)
+    missing = _mtp_missing(checkpoint)
+    reasons = [] if why_no_own is None else [why_no_own]
+    for draft, is_there in (("dflash2", own is not None), ("mtp", missing is None)):
+        if is_there:
+            try:
+                why = f" ({'; '.join(reasons)})" if reasons else ""
+                reason = f"the best that is there{why}"
+                return _plan_with(checkpoint, machine, request, draft, reason, own)
+            except BudgetTooSmall:
+                reasons.append(f"{draft} does not fit this memory target")
+        elif draft == "mtp" and missing is not None:
+            reasons.append(missing)
+    return _plan_with(checkpoint, machine, request, "lookup", "; ".join(reasons), None)
 
 
 def _plan_with(
-    checkpoint: Checkpoint, machine: Machine, request: PlanRequest, draft: str, reason: str
+    checkpoint: Checkpoint,
+    machine: Machine,
+    request: PlanRequest,
+    draft: str,
+    reason: str,
+    own: DraftBytes | None,
 ) -> Plan:
     """Make the plan for one drafter."""
     asked = None if draft == "none" else request.num_draft_tokens
-    num_draft_tokens = asked or DEFAULT_DRAFT_TOKENS[draft]
+    if draft == "dflash2":
+        assert own is not None, "a draft is planned after the gate has let it in"
+        num_draft_tokens = min(asked or own.max_proposals, own.max_proposals)
+    else:
+        num_draft_tokens = asked or DEFAULT_DRAFT_TOKENS[draft]
     sizes = Sizes(
         checkpoint,
         machine,
         prefill_step=request.prefill_step,
         draft=draft,
         num_draft_tokens=num_draft_tokens,
+        own=own,
     )
     budget = machine.ceiling_bytes() if request.memory_bytes is None else request.memory_bytes
     context = _context(sizes, checkpoint, budget, request.context_tokens)

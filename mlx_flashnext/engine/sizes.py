@@ -38,6 +38,23 @@ class PlanLine:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class DraftBytes:
+    """What a draft of one's own takes.
+
+    Attributes:
+        weights: bytes of its parameters.
+        context: most bytes of one sequence's context, a snapshot included.
+        feature_width: values of the target that it reads of every row.
+        max_proposals: tokens it can propose.
+    """
+
+    weights: int
+    context: int
+    feature_width: int
+    max_proposals: int
+
+
 class Sizes:
     """Bytes of everything, as functions of context, slots and snapshots.
 
@@ -45,8 +62,9 @@ class Sizes:
         checkpoint: headers of the model.
         machine: what there is.
         prefill_step: tokens of one prefill chunk; None for the machine's own.
-        draft: where proposals come from: `none`, `lookup`, `mtp` (whose parts are there), `oracle`.
+        draft: where proposals come from: `none`, `lookup`, `mtp` (whose parts are there), `dflash2`, `oracle`.
         num_draft_tokens: proposals of one cycle.
+        own: what the draft takes, for `dflash2`.
 
     Attributes:
         fewest_slots: expert slots of a layer without which no token can be computed.
@@ -63,8 +81,10 @@ class Sizes:
         prefill_step: int | None,
         draft: str,
         num_draft_tokens: int,
+        own: DraftBytes | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._own = own
         self._draft = draft
         self._num_draft_tokens = num_draft_tokens
         self._machine = machine
@@ -124,6 +144,10 @@ class Sizes:
             cache = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
             size = self._mtp_weights + slots * self._mtp_record + cache
             return [PlanLine("draft", size, f"mtp: its weights, {slots} experts, its keys and values")]
+        if self._draft == "dflash2" and self._own is not None:
+            features = self.prefill_step * self._own.feature_width * self._itemsize
+            size = self._own.weights + self._own.context + features
+            return [PlanLine("draft", size, "dflash2: its weights, context, and the features of a chunk")]
         return []
 
     def lines(self, context: int, slots: int, num_snapshots: int = 0) -> tuple[PlanLine, ...]:

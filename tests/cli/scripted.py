@@ -151,6 +151,7 @@ class ScriptedEngine:
     def __init__(self, script: Script, directory: Path) -> None:
         self.script = script
         self.tokenizer = Tokenizer.open(directory)
+        self.notices: tuple[str, ...] = ()
         self.checkpoint = SimpleNamespace(digest=script.digest)
         self.plan = Plan(script.context_tokens, script.max_context_tokens)
         self.calls: list[SimpleNamespace] = []
