@@ -7,8 +7,8 @@ Invariant: the recurrence runs in `mx.fast.gated_delta_update`. On the CPU backe
 whatever the block length, so chunking never changes a bit (the reference's chunked form differs from its own
 step form by 6e-6). On Metal it is so for calls of up to 8 rows; longer ones use a chunked kernel there, and
 head counts or widths other than the real model's use the steps written in MLX operations (its
-`gated_delta_update.cpp`; to be shown on a Mac). A block that may be cut runs in calls of fewer rows, and a cut
-runs the rows since the last call again: so it gives the bits of plain steps on either.
+`gated_delta_update.cpp`; to be shown on a Mac). A block that may be cut runs in calls of fewer rows, and a
+cut runs the rows since the last call again: so it gives the bits of plain steps on either.
 
 Source: qwen4exp.md 2.4.
 """
