@@ -33,8 +33,9 @@ class Proposal:
     Attributes:
         tokens: ids that may follow the anchor, in order; may be empty.
         law: `point`: every token was chosen, not drawn. `rows`: token j was drawn from row j.
-        row_ids: candidate ids [k, K], int32; None for point masses.
-        row_probs: their probabilities [k, K], float32, each row summing to 1; None for point masses.
+        row_ids: candidate ids [k, K], int32; for point masses None, or what they were chosen from.
+        row_probs: for `rows` their probabilities [k, K], float32, each row summing to 1; for point masses
+            None, or scores of any scale, the token's the best. Verification looks at those of `rows` alone.
         confidence: for every token how likely it seems to be accepted, or empty.
     """
 

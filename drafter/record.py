@@ -70,7 +70,7 @@ class Header(_Line, frozen=True, tag="header"):
         vocab_size: rows of the target's logits.
         draft_kind: who proposed.
         draft_digest: of its files; empty for one without.
-        captured_stage: `none`, `layer_output` (of 0-based layers, writes applied, contracted, side by side) or
+        captured_stage: `none`, `layer_output` (of 0-based layers, writes applied, contracted, side by side),
             `last_stack` (the streams after the last layer).
         captured_layer_ids: of these layers.
         hidden_dtype: of a value; `none` if nothing was captured.

@@ -349,6 +349,8 @@ def _check_candidates(line: Cycle) -> None:
     path = line.selected_candidate_path
     if not len(ids) == len(values) == len(path):
         _refuse(f"{len(ids)} slots of candidates, {len(values)} of values, a path of {len(path)}")
+    if len({len(candidates) for candidates in ids}) > 1:
+        _refuse(f"slots of {[len(candidates) for candidates in ids]} candidates: all have as many")
     for slot, (candidates, of_them, chosen) in enumerate(zip(ids, values, path, strict=True)):
         if len(candidates) != len(of_them) or len(set(candidates)) != len(candidates):
             _refuse(f"slot {slot}: {len(of_them)} values for candidates {candidates}, or one named twice")

@@ -26,7 +26,7 @@ def recorded_proposals(lines: Iterable[Line], *, keeps_law: bool = False) -> dic
 
     Args:
         lines: of a trace that was checked.
-        keeps_law: hand over the rows that tokens were drawn from; see the module.
+        keeps_law: hand over candidates, and the rows that tokens were drawn from; see the module.
     """
     return {
         line.sequence_position: _proposal(line, keeps_law=keeps_law)
@@ -36,13 +36,11 @@ def recorded_proposals(lines: Iterable[Line], *, keeps_law: bool = False) -> dic
 
 
 def _proposal(line: Cycle, *, keeps_law: bool) -> Proposal:
-    if not keeps_law or line.proposal_law == "point":
+    if not keeps_law:
         return Proposal(line.proposal)
-    widest = max(map(len, line.candidate_token_ids))
-    # A slot of fewer candidates is filled with its first one, at probability 0: it changes no sum.
-    ids = [[*row, *[row[0]] * (widest - len(row))] for row in line.candidate_token_ids]
-    probs = [[*row, *[0.0] * (widest - len(row))] for row in line.candidate_probabilities_or_logits]
-    return Proposal(line.proposal, "rows", mx.array(ids, mx.int32), mx.array(probs, mx.float32))
+    ids = mx.array(line.candidate_token_ids, mx.int32)
+    values = mx.array(line.candidate_probabilities_or_logits, mx.float32)
+    return Proposal(line.proposal, line.proposal_law, ids, values)
 
 
 class ReplayDrafter:
@@ -102,9 +100,8 @@ class ReplayDrafter:
         if recorded is None:
             self.num_missing += 1
             return Proposal(())
-        if k >= len(recorded.tokens) or recorded.row_ids is None or recorded.row_probs is None:
-            return Proposal(recorded.tokens[:k]) if recorded.law == "point" else recorded
-        return Proposal(recorded.tokens[:k], "rows", recorded.row_ids[:k], recorded.row_probs[:k])
+        ids, values = (None if each is None else each[:k] for each in (recorded.row_ids, recorded.row_probs))
+        return Proposal(recorded.tokens[:k], recorded.law, ids, values)
 
     def snapshot(self) -> int:
         """Return the number of rows."""

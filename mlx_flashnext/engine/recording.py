@@ -37,6 +37,7 @@ from drafter.record_check import Totals
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.sampler import Sampler, processed
+from mlx_flashnext.engine.verify import Rule
 from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.host import HostSync, fence, to_host
 
@@ -196,7 +197,7 @@ class Recorder:
         """Remember the request; it is written with its first cycle."""
         self._timeline, self._prompt = timeline, tuple(prompt)
         self._request, self._totals, self._pending = None, Totals(), None
-        self._rule = timeline.drafting.rule
+        self._rule: Rule = timeline.drafting.rule
         del sampler
 
     def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
@@ -213,7 +214,7 @@ class Recorder:
             self._stop(error)
 
     def end_answer(self, timeline: Timeline) -> None:
-        """Write the last cycle and what all of them add up to; an answer given up long ago is over already."""
+        """Write the last cycle and what all add up to; an answer given up long ago is over already."""
         if self.failure or self._request is None or timeline is not self._timeline:
             return
         try:
@@ -269,7 +270,7 @@ class Recorder:
         """Submit what is wanted of the cycle's arrays, so that it is there when the next one has ended."""
         assert self._header is not None
         proposal, candidates = facts.proposal, None
-        if proposal.law == "rows" and proposal.row_ids is not None and proposal.row_probs is not None:
+        if proposal.row_ids is not None and proposal.row_probs is not None:
             candidates = (proposal.row_ids, proposal.row_probs)
         stack, features = facts.seen
         hidden = features if features is not None else stack
@@ -282,7 +283,7 @@ class Recorder:
         heard = _Heard() if self._hints is None else self._hints.take()
         cancelled = None if self._cancelled is None else self._cancelled()
         waiting = [array for array in (target, logits, hidden, *(candidates or ())) if array is not None]
-        mx.async_eval(*waiting)
+        mx.async_eval(waiting)  # pyright: ignore[reportUnknownMemberType]  (half typed stubs)
         return _Pending(facts, heard, candidates, target, logits, hidden, cancelled)
 
     def _write_pending(self) -> None:
@@ -321,7 +322,7 @@ class Recorder:
             hidden_dtype=header.hidden_dtype,
             hidden_shape=shape if header.captured_stage != NO_FEATURES else (),
             hidden_payload_or_digest=payload,
-            proposal_law=facts.proposal.law if pending.candidates is not None else "point",
+            proposal_law=facts.proposal.law,
             candidate_token_ids=ids,
             candidate_probabilities_or_logits=values,
             selected_candidate_path=path,
@@ -357,7 +358,7 @@ class Recorder:
         """Return an array's bytes, row by row, little-endian."""
         flat = array if array.dtype == mx.float32 else array.view(mx.uint16)
         fence(self._sync, flat)
-        return np.ascontiguousarray(np.array(flat)).tobytes()
+        return bytes(np.array(flat, copy=True).tobytes())
 
 
 def _target_probabilities(facts: CycleFacts, sampler: Sampler) -> mx.array:
@@ -368,7 +369,7 @@ def _target_probabilities(facts: CycleFacts, sampler: Sampler) -> mx.array:
     bonus_T1 = mx.full((num_rows, 1), facts.verdict.tokens[-1], mx.int32)
     if num_rows == 1:
         ids_TK = bonus_T1
-    elif proposal.law == "rows" and proposal.row_ids is not None:
+    elif proposal.row_ids is not None:
         ids_TK = mx.concatenate([proposal.row_ids.astype(mx.int32), proposal.row_ids[-1:].astype(mx.int32)])
         ids_TK = mx.concatenate([mx.clip(ids_TK, 0, facts.logits.shape[1] - 1), bonus_T1], axis=-1)
     else:
@@ -416,7 +417,7 @@ def _request(
     prompt: Sequence[int],
     generation: int,
     sampler: Sampler,
-    rule: Literal["coupled", "delta", "sampled"],
+    rule: Rule,
 ) -> Answer:
     """Return how tokens are chosen, in normal form."""
     params = sampler.params

@@ -1,0 +1,1 @@
+"""Golden files that no reference implementation made: see each folder."""
