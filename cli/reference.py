@@ -28,11 +28,19 @@ def render_reference() -> str:
         parts += ["## flashnext", f"```text\n{group.get_help(context).strip()}\n```"]
         for name, command in group.commands.items():
             if not command.hidden:
-                inner = command.make_context(name, [], parent=context, resilient_parsing=True)
-                parts += [f"## flashnext {name}", f"```text\n{command.get_help(inner).strip()}\n```"]
+                parts += _pages(command, name, context)
     parts += ["## Environment", f"```text\n{_table(settings_page)}\n```"]
     parts += ["## Exit codes", f"```text\n{_table(errors_page)}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def _pages(command: Any, name: str, parent: Any) -> list[str]:
+    """Return the page of a command, and of those it has."""
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+    pages = [f"## {context.command_path}", f"```text\n{command.get_help(context).strip()}\n```"]
+    for inner_name, inner in getattr(command, "commands", {}).items():
+        pages += _pages(inner, inner_name, context)
+    return pages
 
 
 def _table(page: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cli.command import CommandGroup, CommandPage, command
+from cli.commands import trace as traces
 from cli.commands.bench import bench
 from cli.commands.chat import chat
 from cli.commands.doctor import doctor
@@ -57,6 +58,12 @@ Examples:
   flashnext doctor ./my-checkpoint --json
 """
 
+TRACE_EXAMPLES = """\
+Examples:
+  flashnext trace record -o answer.trace --draft lookup --logits "Copy this: a b c a b"
+  flashnext trace replay answer.trace
+"""
+
 app = typer.Typer(
     name="flashnext",
     cls=CommandGroup,
@@ -75,6 +82,22 @@ app.command("pack", cls=CommandPage, epilog=PACK_EXAMPLES)(command(pack))
 app.command("verify", cls=CommandPage, epilog=VERIFY_EXAMPLES)(command(verify))
 app.command("bench", cls=CommandPage, epilog=BENCH_EXAMPLES)(command(bench))
 app.command("doctor", cls=CommandPage, epilog=DOCTOR_EXAMPLES)(command(doctor))
+trace = typer.Typer(
+    name="trace",
+    cls=CommandGroup,
+    help="Write down what was proposed and verified; show, check and replay it.",
+    epilog=TRACE_EXAMPLES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for name, work in (
+    ("record", traces.record),
+    ("show", traces.show),
+    ("verify", traces.verify),
+    ("replay", traces.replay),
+):
+    trace.command(name, cls=CommandPage)(command(work))
+app.add_typer(trace)
 
 
 def _show_version(wanted: bool) -> None:

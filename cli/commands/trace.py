@@ -1,0 +1,312 @@
+"""`flashnext trace`: write down what was proposed and verified; show, check and replay it without a model."""
+
+import os
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
+
+import typer
+
+from cli.answer import Ask, TextSink, plan_request, play
+from cli.console import Console, as_json_value, counted, size
+from cli.engine_factory import Services
+from cli.errors import DAMAGED, INTERRUPTED, OK, CommandError
+from cli.interrupts import Interrupts
+from cli.model_path import find_model
+from cli.options import DraftOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
+from cli.prompts import PromptMaker, read_prompt, system_messages
+from cli.sampling import sampling_params, stop_ids
+from cli.settings import expanded
+from mlx_flashnext.text.thinking import prompt_ends_inside
+
+if TYPE_CHECKING:
+    from drafter.record import Cycle
+    from drafter.record_check import Identity
+    from mlx_flashnext.engine.engine import Engine
+    from mlx_flashnext.engine.recording import TraceSettings
+
+_Trace = Annotated[str, typer.Argument(metavar="TRACE", help="A file that `trace record` wrote.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+_Against = Annotated[
+    str | None,
+    typer.Option("--model", help="Also refuse a trace of another checkpoint, tokenizer or vocabulary."),
+]
+MOST_CYCLES = 32
+
+
+def record(
+    context: typer.Context,
+    console: Console,
+    model: ModelOptions,
+    prompting: PromptOptions,
+    sampling: SamplingOptions,
+    memory: MemoryOptions,
+    draft: DraftOptions,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The trace to make; must not exist.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="What to answer; - stands for standard input.", show_default=False
+        ),
+    ] = None,
+    hints: Annotated[
+        Literal["off", "frequency", "previous", "random", "near-gate"],
+        typer.Option("--hints", help="Who guesses which experts to read ahead."),
+    ] = "off",
+    hidden: Annotated[
+        Literal["digest", "payload"],
+        typer.Option("--hidden", help="Keep the hidden rows that the drafter saw, or their digest."),
+    ] = "digest",
+    logits: Annotated[
+        bool,
+        typer.Option("--logits", help="Keep all logits where they are few; without, no replay."),
+    ] = False,
+) -> int:
+    """Answer one prompt and write every cycle down: proposals, verdicts, routes, guesses.
+
+    The answer goes to stdout. The trace holds the token ids of prompt and answer, which are as private as the
+    text itself, and digests of the model: the file is readable by you alone, and nothing is ever sent
+    anywhere.
+    """
+    services: Services = context.obj
+    with Interrupts() as interrupts:
+        found = find_model(model.model)
+        text = read_prompt(words, console)
+        with PromptMaker(found.directory, prompting) as maker:
+            params = sampling_params(sampling, found.directory)
+            rendered = maker.render([*system_messages(prompting), {"role": "user", "content": text}])
+        request = replace(plan_request(memory, found, draft), hints=hints)
+        with _created(expanded(output)) as stream:
+            engine = services.open_measured(
+                found.directory,
+                request,
+                lambda stage, done, total: console.progress(f"loading {stage}", done, total),
+                lambda source: source,
+            )
+            console.end_progress()
+            with closing(engine):
+                from mlx_flashnext.engine.recording import Recorder
+
+                recorder = Recorder(stream, _settings(engine, hidden, keeps_logits=logits))
+                ask = Ask(
+                    prompt=engine.tokenizer.encode(rendered),
+                    starts_inside=prompt_ends_inside(rendered),
+                    params=params,
+                    stop_ids=stop_ids(sampling, engine.tokenizer),
+                    max_tokens=sampling.max_tokens,
+                    rule=draft.draft_rule,
+                )
+                sink = TextSink(console, hide_reasoning=False)
+                answer = play(engine.session(recorder=recorder), ask, sink, interrupts)
+    if console.out_is_terminal and answer.text and not answer.text.endswith("\n"):
+        console.answer("\n")
+    if recorder.failure:
+        raise CommandError(f"The trace is not whole: {recorder.failure}", hint="the answer is not affected")
+    written = expanded(output).stat().st_size
+    console.note(f"{counted(recorder.num_cycles, 'cycle')}, {size(written)} in {output}")
+    return INTERRUPTED if answer.finish_reason == "cancelled" else OK
+
+
+def show(console: Console, trace: _Trace, json: _Json = False) -> int:
+    """Show a trace: what it is of, and its cycles.
+
+    Token ids are shown, text is not: nothing is decoded.
+    """
+    from drafter.record import Answer, Cycle, End, Header
+    from drafter.record_check import checked_lines
+
+    with _opened(trace) as stream:
+        lines = [line for line in checked_lines(stream) if not isinstance(line, _prompt_piece())]
+    if json:
+        console.document([_plain(line) for line in lines])
+        return OK
+    for line in lines:
+        if isinstance(line, Header):
+            _facts(console, line)
+        elif isinstance(line, Answer):
+            how = "greedy" if line.seed is None else f"temperature {line.temperature:g}, seed {line.seed}"
+            console.line()
+            prompt = counted(line.num_prompt_tokens, "token")
+            console.line(f"answer of owner {line.request_owner}: prompt of {prompt}, rule {line.rule}, {how}")
+        elif isinstance(line, End):
+            console.line(
+                f"{counted(line.num_committed_tokens, 'token')} in {counted(line.num_cycles, 'cycle')}"
+            )
+    cycles = [line for line in lines if isinstance(line, Cycle)]
+    headings = ("position", "generation", "proposed", "accepted", "taken", "bonus", "its p", "guesses right")
+    console.line()
+    console.table(headings, [_row(line) for line in cycles[:MOST_CYCLES]], right=range(len(headings)))
+    if len(cycles) > MOST_CYCLES:
+        console.line(f"and {len(cycles) - MOST_CYCLES} more; --json has all")
+    return OK
+
+
+def verify(context: typer.Context, console: Console, trace: _Trace, model: _Against = None) -> int:
+    """Check a trace: every line, every digest, and whether the lines agree with each other.
+
+    Needs no model. Whether the target would decide so again is what `trace replay` asks.
+    """
+    from drafter.record import Answer, Cycle
+    from drafter.record_check import checked_lines
+
+    num_answers = num_cycles = 0
+    with _opened(trace) as stream:
+        for line in checked_lines(stream, _identity(context.obj, model)):
+            num_answers += isinstance(line, Answer)
+            num_cycles += isinstance(line, Cycle)
+    console.line(f"consistent: {counted(num_answers, 'answer')}, {counted(num_cycles, 'cycle')}")
+    return OK
+
+
+def replay(
+    context: typer.Context, console: Console, trace: _Trace, model: _Against = None, json: _Json = False
+) -> int:
+    """Run the recorded cycles again on the recorded logits, without a model.
+
+    Verification, rollback, tickets and what the drafter is shown are computed anew by the product's own code;
+    the first thing that comes out otherwise is refused by line and field.
+    """
+    from mlx_flashnext.engine.replay import replay_trace
+
+    with _opened(trace) as stream:
+        outcome = replay_trace(stream, _identity(context.obj, model))
+    if json:
+        console.document(as_json_value(asdict(outcome)))
+        return OK
+    kinds = outcome.cycles_by_acceptance
+    facts = (
+        ("replayed", f"{counted(outcome.num_answers, 'answer')}, {counted(outcome.num_cycles, 'cycle')}"),
+        ("proposals", f"{outcome.num_accepted} of {outcome.num_proposed} accepted"),
+        ("cycles", ", ".join(f"{kinds.get(kind, 0)} accepted {kind}" for kind in ("none", "some", "all"))),
+        ("committed", counted(outcome.num_committed, "token")),
+        ("rolled back", counted(outcome.num_rejected_rows, "row")),
+        ("cancelled", counted(outcome.num_cancelled_tickets, "speculative ticket")),
+    )
+    for name, fact in facts:
+        console.line(f"{name:<12} {fact}")
+    return OK
+
+
+@contextmanager
+def _created(path: Path) -> Generator[BinaryIO]:
+    """Make the file, for the user's eyes only; one that holds nothing is taken away again."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise CommandError(f"There is a file already: {path}", hint="traces are never written over") from None
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+    finally:
+        if not path.stat().st_size:
+            path.unlink()
+
+
+@contextmanager
+def _opened(name: str) -> Generator[BinaryIO]:
+    """Open a trace; what it is refused for becomes an error of the command."""
+    from drafter.record import TraceRefused, open_trace
+
+    try:
+        with open_trace(expanded(name)) as stream:
+            yield stream
+    except TraceRefused as error:
+        raise CommandError(f"{name}: {error}", hint="", code=DAMAGED) from None
+
+
+def _settings(
+    engine: "Engine", hidden: Literal["digest", "payload"], *, keeps_logits: bool
+) -> "TraceSettings":
+    from mlx_flashnext.engine.recording import TraceSettings
+
+    checkpoint = engine.checkpoint
+    return TraceSettings(
+        target_model_revision=checkpoint.digest,
+        tokenizer_revision=_tokenizer_digest(checkpoint.directory),
+        vocab_size=engine.config.vocab_size,
+        num_layers=engine.config.num_hidden_layers,
+        # The MTP module is part of the checkpoint.
+        draft_digest=checkpoint.digest if engine.plan.draft == "mtp" else "",
+        hidden=hidden,
+        keeps_logits=keeps_logits,
+    )
+
+
+def _identity(services: Services, model: str | None) -> "Identity":
+    from drafter.record_check import Identity
+
+    if model is None:
+        return Identity()
+    inspection = services.inspect_checkpoint(find_model(model).directory)
+    checkpoint = inspection.checkpoint
+    if checkpoint is None:
+        raise CommandError(f"The checkpoint does not open: {model}", hint=f"flashnext show {model}")
+    return Identity(
+        target_model_revision=checkpoint.digest,
+        tokenizer_revision=_tokenizer_digest(checkpoint.directory),
+        vocab_size=checkpoint.config.vocab_size,
+    )
+
+
+def _tokenizer_digest(directory: Path) -> str:
+    from mlx_flashnext.engine.draft_target import tokenizer_digest
+    from mlx_flashnext.regular_file import read_regular
+
+    return tokenizer_digest(read_regular(directory / "tokenizer.json"))
+
+
+def _prompt_piece() -> type:
+    from drafter.record import PromptPiece
+
+    return PromptPiece
+
+
+def _facts(console: Console, header: Any) -> None:
+    layers = ", ".join(map(str, header.captured_layer_ids))
+    captured = "nothing"
+    if layers:
+        captured = f"{header.captured_stage} of layers {layers}, {header.hidden_dtype}"
+    facts = (
+        ("target", header.target_model_revision),
+        ("tokenizer", header.tokenizer_revision),
+        ("vocabulary", f"{header.vocab_size} ids"),
+        ("draft", f"{header.draft_kind} {header.draft_digest}".strip()),
+        ("captured", captured),
+    )
+    for name, fact in facts:
+        console.line(f"{name:<11} {fact}")
+
+
+def _row(line: "Cycle") -> tuple[str, ...]:
+    said = line.target_token_probabilities_or_digest
+    share = "" if isinstance(said, str) else f"{said[line.accepted_prefix_length][-1]:.3f}"
+    guessed = sum(len(route.predicted_expert_ids) for route in line.routes)
+    right = sum(
+        expert in {e for row in route.target_expert_ids_in_native_rank_order for e in row}
+        for route in line.routes
+        for expert in route.predicted_expert_ids
+    )
+    numbers = (
+        line.sequence_position,
+        line.request_generation,
+        len(line.proposal),
+        line.accepted_prefix_length,
+        line.num_committed,
+        line.bonus_token,
+    )
+    return (*map(str, numbers), share, f"{right} of {guessed}" if guessed else "")
+
+
+def _plain(line: Any) -> Any:
+    """Return a line without what is long: logits and hidden rows."""
+    import msgspec
+
+    document = msgspec.to_builtins(line)
+    for name in ("target_logits", "hidden_payload_or_digest"):
+        if document.get(name) is not None and len(str(document[name])) > 64:
+            document[name] = f"{len(document[name])} {'rows' if name == 'target_logits' else 'characters'}"
+    return document
