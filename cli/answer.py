@@ -8,14 +8,16 @@ Invariant: the concatenated pieces are the final text, and stdout carries nothin
 
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cli.console import Console, as_json_value, statistics_line
 from cli.engine_factory import EngineLike, Services, SessionLike
+from cli.errors import UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel
-from cli.options import AnswerOptions, DraftOptions, MemoryOptions
+from cli.options import AnswerOptions, DraftOptions, HintOptions, MemoryOptions
+from cli.settings import popularity
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.plan import PlanRequest
@@ -177,21 +179,37 @@ class _Closable(Protocol):
 
 @contextmanager
 def opened(
-    services: Services, model: FoundModel, memory: MemoryOptions, draft: DraftOptions, console: Console
+    services: Services,
+    model: FoundModel,
+    memory: MemoryOptions,
+    draft: DraftOptions,
+    hints: HintOptions,
+    console: Console,
 ) -> Generator[EngineLike]:
     """Open an engine for the length of a block, with progress on the terminal."""
 
     def progress(stage: str, done: int, total: int) -> None:
         console.progress(f"loading {stage}", done, total, is_bytes=total > 1 << 20)
 
-    engine = services.open_engine(model.directory, plan_request(memory, model, draft), progress)
+    if hints.hints == "oracle":
+        raise UsageProblem(
+            "It replays a recorded run, which only a report makes: --hints oracle",
+            hint="flashnext bench --report ssd-wait --hints oracle",
+        )
+    request = replace(plan_request(memory, model, draft), hints=hints.hints)
+    engine = services.open_engine(model.directory, request, progress, popularity() if hints.warm else None)
     console.end_progress()
     for notice in engine.notices:
         console.note(f"note: {notice}")
+    if engine.warm.note:
+        console.note(f"note: {engine.warm.note}")
     if draft.draft == "auto":
         console.note(f"note: drafts come from {engine.plan.draft}: {engine.plan.draft_reason}")
+    at_start = engine.warm.note
     with closing(engine):
         yield engine
+    if engine.warm.note != at_start:
+        console.note(f"note: {engine.warm.note}")
 
 
 def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions = NO_DRAFT) -> "PlanRequest":

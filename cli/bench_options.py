@@ -9,11 +9,14 @@ import typer
 from cli.errors import UsageProblem
 from cli.parse import parse_count, parse_number, parse_size
 
-_DISK = "Disk"
+_DISK, _REPORT = "Disk", "Report"
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(us|ms|s)\s*")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATE = re.compile(r"(.*?)\s*(?:/s)?\s*")
 MOST_VALUES = 64
+# `oracle` and `oracle-draft` replay a recorded run, so they need a report.
+BENCH_HINTS = ("off", "frequency", "previous", "random", "near-gate", "oracle", "oracle-draft")
+BENCH_DRAFTS = ("none", "lookup", "mtp", "oracle")
 
 
 def parse_rate(text: str) -> int:
@@ -113,13 +116,14 @@ class DiskOptions:
     """What stands between the files and the readers."""
 
     page_cache: Annotated[
-        Literal["as-is", "cold", "warm"],
+        Literal["as-is", "cold", "warm"] | None,
         typer.Option(
             "--page-cache",
-            help="Drop (cold) or read (warm) the model's files before every repetition.",
+            help="Drop (cold) or read (warm) the model's files before every repetition. Left out: as-is, "
+            "in a report cold.",
             rich_help_panel=_DISK,
         ),
-    ] = "as-is"
+    ] = None
     throttle: Annotated[
         int | None,
         typer.Option(
@@ -160,9 +164,15 @@ class BenchOptions:
         typer.Option("--n-prompt", "-p", metavar="LIST", help="Prompt tokens to read; 0 for none."),
     ] = "512"
     n_gen: Annotated[
-        str,
-        typer.Option("--n-gen", "-n", "-g", metavar="LIST", help="Tokens to say; 0 for none."),
-    ] = "128"
+        str | None,
+        typer.Option(
+            "--n-gen",
+            "-n",
+            "-g",
+            metavar="LIST",
+            help="Tokens to say; 0 for none. Left out: 128, in a report 16.",
+        ),
+    ] = None
     n_depth: Annotated[
         str,
         typer.Option(
@@ -184,3 +194,67 @@ class BenchOptions:
         Literal["md", "json", "jsonl", "csv"],
         typer.Option("--output", "-o", help="Form of the result on stdout."),
     ] = "md"
+    hints: Annotated[
+        str,
+        typer.Option(
+            "--hints", metavar="LIST", help=f"Who says what to read ahead: {', '.join(BENCH_HINTS)}."
+        ),
+    ] = ""
+    drafts: Annotated[
+        str,
+        typer.Option(
+            "--drafts",
+            metavar="LIST",
+            help="Who proposes, with the most tokens of a cycle, such as none,mtp:2,oracle:4.",
+        ),
+    ] = "none"
+    report: Annotated[
+        Literal["ssd-wait"] | None,
+        typer.Option(
+            "--report",
+            help="How long compute stood still for the drive, why, and the bounds.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
+    budgets: Annotated[
+        str,
+        typer.Option(
+            "--budgets",
+            metavar="LIST",
+            help="Experts in memory to compare: shares of all, or slots of each layer.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = "25%,50%"
+    prompts: Annotated[
+        int,
+        typer.Option(
+            "--prompts",
+            metavar="N",
+            help="Prompts of each repetition.",
+            min=1,
+            max=1000,
+            rich_help_panel=_REPORT,
+        ),
+    ] = 2
+
+
+def drafts_of(text: str) -> list[tuple[str, int]]:
+    """Return drafters with the most proposals of a cycle: `none,mtp:2,oracle:4`.
+
+    Raises:
+        UsageProblem: not such a list.
+    """
+    found: list[tuple[str, int]] = []
+    for word in (word.strip() for word in text.split(",")):
+        kind, _, number = word.partition(":")
+        if kind not in BENCH_DRAFTS:
+            raise UsageProblem(f"--drafts does not know: {kind}", hint=f"there are {', '.join(BENCH_DRAFTS)}")
+        if kind == "none":
+            found.append(("none", 0))
+            continue
+        try:
+            found.append((kind, parse_count(number) if number else 4))
+        except typer.BadParameter as error:
+            raise UsageProblem(f"--drafts: {error.message}", hint="write oracle:4") from error
+    _check_number("--drafts", len(found))
+    return found

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.plan import Plan, PlanRequest
     from mlx_flashnext.engine.sampler import SamplingParams
+    from mlx_flashnext.engine.ssd_wait_run import Asked, SsdWaitReport
     from mlx_flashnext.packing import Packed, Verified
     from mlx_flashnext.tokenizer import Tokenizer
 
@@ -60,6 +61,15 @@ class HasDigest(Protocol):
         ...
 
 
+class HasNote(Protocol):
+    """What the command line asks of a warm start."""
+
+    @property
+    def note(self) -> str:
+        """Return what went wrong with it, "" if nothing did."""
+        ...
+
+
 class EngineLike(Protocol):
     """A loaded model."""
 
@@ -83,6 +93,11 @@ class EngineLike(Protocol):
         """Return the checkpoint that is open."""
         ...
 
+    @property
+    def warm(self) -> HasNote:
+        """Return how the run started."""
+        ...
+
     def session(self) -> SessionLike:
         """Begin a conversation."""
         ...
@@ -101,10 +116,12 @@ class Planned:
     plan: Plan
 
 
-def _open_engine(directory: Path, request: PlanRequest, progress: Progress) -> EngineLike:
+def _open_engine(
+    directory: Path, request: PlanRequest, progress: Progress, warm_directory: Path | None
+) -> EngineLike:
     from mlx_flashnext.engine.engine import Engine
 
-    return Engine.open(directory, request, progress=progress)
+    return Engine.open(directory, request, progress=progress, warm_directory=warm_directory)
 
 
 def _open_measured(
@@ -155,14 +172,21 @@ def _verify_pack(directory: Path, progress: Progress) -> Verified:
     return verify_pack(directory, progress=progress)
 
 
+def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> SsdWaitReport:
+    from mlx_flashnext.engine.ssd_wait_run import measure_ssd_wait
+
+    return measure_ssd_wait(asked, machine, progress)
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What commands call below the command line."""
 
-    open_engine: Callable[[Path, PlanRequest, Progress], EngineLike] = _open_engine
+    open_engine: Callable[[Path, PlanRequest, Progress, Path | None], EngineLike] = _open_engine
     open_measured: Callable[[Path, PlanRequest, Progress, WrapSource], Engine] = _open_measured
     inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan
     examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
+    measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait

@@ -254,6 +254,30 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HintOptions:
+    """What is read before it is asked for. Nothing here changes what the model says."""
+
+    hints: Annotated[
+        Literal["off", "frequency", "previous", "random", "near-gate", "oracle"],
+        typer.Option(
+            "--hints",
+            metavar="SOURCE",
+            help="Who says which experts to read ahead: off; frequency: the most used; previous: the last "
+            "token's; near-gate: the next layer's router, asked early; random: for measuring.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "off"
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm/--no-warm",
+            help="Read the experts that the last run of this model used most while it starts.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = True
+
+
+@dataclass(frozen=True, slots=True)
 class PromptOptions:
     """How messages become a prompt."""
 

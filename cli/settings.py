@@ -41,6 +41,13 @@ def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
     return expanded(caches) / "huggingface" / "hub"
 
 
+def popularity() -> Path:
+    """Return the directory in which runs leave what they used most."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("flashnext") / "popularity"
+
+
 def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether progress may be shown at all."""
     return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"

@@ -17,6 +17,7 @@ from cli.model_path import FoundModel, find_model
 from cli.options import (
     AnswerOptions,
     DraftOptions,
+    HintOptions,
     MemoryOptions,
     ModelOptions,
     PromptOptions,
@@ -35,6 +36,7 @@ def chat(
     sampling: SamplingOptions,
     memory: MemoryOptions,
     draft: DraftOptions,
+    hints: HintOptions,
     shown: AnswerOptions,
     resume: Annotated[
         Path | None,
@@ -53,7 +55,7 @@ def chat(
         with PromptMaker(found.directory, prompting) as maker:
             settings = TurnSettings(sampling_params(sampling, found.directory), sampling, draft, shown)
             show_demo_notice(found, console)
-            with opened(services, found, memory, draft, console) as engine:
+            with opened(services, found, memory, draft, hints, console) as engine:
                 conversation = Conversation(engine, found, maker, console, settings, system)
                 if transcript is not None and resume is not None:
                     conversation.resume(transcript, resume)

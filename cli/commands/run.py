@@ -14,6 +14,7 @@ from cli.model_path import FoundModel, find_model
 from cli.options import (
     AnswerOptions,
     DraftOptions,
+    HintOptions,
     MemoryOptions,
     ModelOptions,
     PromptOptions,
@@ -35,6 +36,7 @@ def run(
     sampling: SamplingOptions,
     memory: MemoryOptions,
     draft: DraftOptions,
+    hints: HintOptions,
     shown: AnswerOptions,
     words: Annotated[
         list[str] | None,
@@ -80,7 +82,7 @@ def run(
         # The template is asked before the model is loaded: what it refuses costs no loading.
         rendered, params = _prepare(found, prompting, sampling, text, raw=ignore_chat_template)
         show_demo_notice(found, console)
-        with opened(services, found, memory, draft, console) as engine:
+        with opened(services, found, memory, draft, hints, console) as engine:
             ask = Ask(
                 prompt=engine.tokenizer.encode(rendered),
                 starts_inside=prompt_ends_inside(rendered),

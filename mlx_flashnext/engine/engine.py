@@ -38,6 +38,7 @@ from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
 from mlx_flashnext.engine.verify import Asked
+from mlx_flashnext.engine.warm import WarmStart
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
@@ -69,6 +70,7 @@ class Engine:
         target: Target,
         new_drafter: Callable[[], Drafter | None],
         notices: tuple[str, ...],
+        warm: WarmStart,
         resources: contextlib.ExitStack,
     ) -> None:
         self.checkpoint = checkpoint
@@ -78,6 +80,7 @@ class Engine:
         self.target = target
         self.notices = notices
         self._new_drafter = new_drafter
+        self.warm = warm
         self._resources = resources
         self._num_timelines = 0
         self._closed = False
@@ -92,6 +95,7 @@ class Engine:
         progress: Progress | None = None,
         machine: Machine | None = None,
         wrap_source: Callable[[ByteSource], ByteSource] = lambda source: source,
+        warm_directory: Path | None = None,
     ) -> Self:
         """Open a checkpoint as it is.
 
@@ -101,6 +105,8 @@ class Engine:
             progress: called with (stage, done, total) while loading.
             machine: what to plan for; detected when left out.
             wrap_source: wraps the files, to count, throttle or break reads.
+            warm_directory: where runs leave what they used most, so that the next one starts warm; None
+                starts cold and leaves nothing.
 
         Raises:
             StoreError: files are damaged, missing or changed.
@@ -125,7 +131,10 @@ class Engine:
             new_drafter = _open_drafter(target, weights, plan, own)
             weights.check_all_used()
             notices = own.notices if own is not None and plan.draft == "dflash2" else ()
-            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, resources.pop_all())
+            warm = _warm_start(checkpoint, plan, target, warm_directory)
+            resources.callback(warm.save)
+            warm.begin()
+            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, warm, resources.pop_all())
 
     def session(
         self,
@@ -197,6 +206,19 @@ class Engine:
         self.close()
 
 
+def _warm_start(checkpoint: Checkpoint, plan: Plan, target: Target, directory: Path | None) -> WarmStart:
+    path = None
+    if directory is not None and not plan.is_resident:
+        path = directory / f"{checkpoint.digest[:32]}.json"
+    return WarmStart(
+        target.store,
+        path,
+        model_digest=checkpoint.digest,
+        num_experts={layer: one.record.num_experts for layer, one in checkpoint.experts.items()},
+        slots=dict.fromkeys(checkpoint.experts, plan.slots_per_layer),
+    )
+
+
 def _open_target(
     checkpoint: Checkpoint,
     source: ByteSource,
@@ -222,7 +244,7 @@ def _open_target(
         slots=slots,
         policy=plan.policy,
         num_readers=plan.num_readers,
-        limits=PrefetchLimits(min_exact_slots=widest),
+        limits=PrefetchLimits(max_queued=max(1024, sum(slots.values())), min_exact_slots=widest),
     )
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
@@ -381,6 +403,7 @@ class Session:
             raise
         finally:
             timeline.rest()
+            engine.warm.end()
             if self._recorder is not None:
                 self._recorder.end_answer(timeline)
         self._timeline = timeline

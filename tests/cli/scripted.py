@@ -156,6 +156,7 @@ class ScriptedEngine:
         self.plan = Plan(script.context_tokens, script.max_context_tokens)
         self.calls: list[SimpleNamespace] = []
         self.is_closed = False
+        self.warm = SimpleNamespace(note="")
 
     def session(self) -> ScriptedSession:
         return ScriptedSession(self)
@@ -179,12 +180,18 @@ class Rig:
         self.script = script or Script()
         self.engine: ScriptedEngine | None = None
         self.requests: list[Any] = []
+        self.warm_directories: list[Path | None] = []
         self.services = Services(open_engine=self._open)
 
     def _open(
-        self, directory: Path, request: Any, progress: Callable[[str, int, int], None]
+        self,
+        directory: Path,
+        request: Any,
+        progress: Callable[[str, int, int], None],
+        warm_directory: Path | None,
     ) -> ScriptedEngine:
         self.requests.append(request)
+        self.warm_directories.append(warm_directory)
         progress("trunk", 1, 2)
         if self.script.fail_in_load:
             raise store_error(self.script.fail_in_load)

@@ -1,0 +1,77 @@
+"""Runs the SSD wait report: flags to what is measured."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cli.answer import plan_request
+from cli.bench_options import BenchOptions, DiskOptions, Share
+from cli.bench_speed import throttled
+from cli.console import Console
+from cli.engine_factory import Services
+from cli.model_path import FoundModel
+from cli.options import MemoryOptions
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
+
+
+def ssd_wait_report(
+    services: Services,
+    console: Console,
+    found: FoundModel,
+    measured: BenchOptions,
+    memory: MemoryOptions,
+    disk: DiskOptions,
+    num_tokens: int,
+    budgets: Sequence[Share],
+    drafts: Sequence[tuple[str, int]],
+    hints: Sequence[str],
+) -> "SsdWaitReport":
+    """Measure what `--report ssd-wait` asks for.
+
+    Args:
+        services: what lies below the command line.
+        console: shows progress.
+        found: the model.
+        measured: repetitions and prompts.
+        memory: `--slots` stands in the place of `budgets`.
+        disk: page cache and throttle.
+        num_tokens: of each answer.
+        budgets: experts in memory.
+        drafts: drafters with the most proposals of a cycle.
+        hints: who says what to read ahead.
+    """
+    from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.ssd_wait_run import Asked
+    from mlx_flashnext.tokenizer import Tokenizer
+
+    config = open_checkpoint(found.directory).config
+    fewest = max(2, config.num_experts_per_tok)
+    slots = [share.slots_of(config.num_experts, fewest) for share in budgets]
+    if memory.slots is not None:
+        slots = [memory.slots]
+    tasks = demo_tasks()
+    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
+    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
+    request = plan_request(memory, found)
+    if request.context_tokens is None:
+        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    asked = Asked(
+        directory=found.directory,
+        label=found.label,
+        request=request,
+        slots=list(dict.fromkeys(slots)),
+        drafts=drafts,
+        hints=hints,
+        prompts=prompts,
+        prompt_set=f"{len(prompts)} {CHAT_SET}",
+        num_tokens=num_tokens,
+        repetitions=measured.repetitions,
+        page_cache=disk.page_cache or "cold",
+        disk=disk.label,
+        wrap_source=throttled(disk),
+    )
+    return services.measure_ssd_wait(asked, detect_machine(), console.progress)
