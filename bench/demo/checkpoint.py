@@ -61,9 +61,9 @@ def generation_config(ids: dict[str, int]) -> dict[str, Any]:
         "do_sample": True,
         "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
         "pad_token_id": ids["<|endoftext|>"],
-        "temperature": 0.6,
+        "temperature": 0.3,
         "top_k": 20,
-        "top_p": 0.95,
+        "top_p": 0.9,
     }
 
 

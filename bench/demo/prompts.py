@@ -122,6 +122,33 @@ def dumps(content: dict[str, list[Prompt]]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def sealed() -> set[str]:
+    """Return the requests that must not be asked here."""
+    return {p["prompt"] for content in files().values() for p in content.get("sealed", [])}
+
+
+def held_out_sums(num_steps: int, count: int, seed: int) -> list[sums.Sum]:
+    """Return different sums with an equation that no step of training has seen."""
+    rng, out = random.Random(seed * 10 + num_steps), {}
+    hidden = sealed()
+    while len(out) < count:
+        problem = sums.make(rng, num_steps)
+        if any(equation_is_unseen(*pair) for pair in problem.pairs) and problem.question not in hidden:
+            out[problem.question] = problem
+    return list(out.values())
+
+
+def held_out_functions(count: int, seed: int) -> list[code.Snippet]:
+    """Return different functions that no step of training has asked for."""
+    rng, out = random.Random(seed), {}
+    hidden = sealed()
+    while len(out) < count:
+        snippet = code.make(rng, True)
+        if snippet.spec and function_is_unseen(snippet.spec.key) and snippet.request not in hidden:
+            out[snippet.spec.key] = snippet
+    return list(out.values())
+
+
 def main() -> None:
     """Write both files, or print the shipped one."""
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

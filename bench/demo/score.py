@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import random
 import re
 import sys
 import time
@@ -31,9 +30,8 @@ from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.text.generation_config import read_generation_defaults
 from mlx_flashnext.text.template import ChatTemplate
 
-from . import code, prompts, sums
-from .heldout import equation_is_unseen, function_is_unseen
 from .judge import judge
+from .prompts import held_out_functions, held_out_sums
 
 PARTS = ("sums", "sampled", "functions")
 GREEDY = SamplingParams(temperature=0.0)
@@ -69,33 +67,6 @@ class Speaker:
             min_p=d.min_p or 0.0,
             seed=seed,
         )
-
-
-def sealed() -> set[str]:
-    """Return the requests that must not be asked here."""
-    return {p["prompt"] for content in prompts.files().values() for p in content.get("sealed", [])}
-
-
-def held_out_sums(num_steps: int, count: int, seed: int) -> list[sums.Sum]:
-    """Return different sums with an equation that no step of training has seen."""
-    rng, out = random.Random(seed * 10 + num_steps), {}
-    hidden = sealed()
-    while len(out) < count:
-        problem = sums.make(rng, num_steps)
-        if any(equation_is_unseen(*pair) for pair in problem.pairs) and problem.question not in hidden:
-            out[problem.question] = problem
-    return list(out.values())
-
-
-def held_out_functions(count: int, seed: int) -> list[code.Snippet]:
-    """Return different functions that no step of training has asked for."""
-    rng, out = random.Random(seed), {}
-    hidden = sealed()
-    while len(out) < count:
-        snippet = code.make(rng, True)
-        if snippet.spec and function_is_unseen(snippet.spec.key) and snippet.request not in hidden:
-            out[snippet.spec.key] = snippet
-    return list(out.values())
 
 
 def last_number(text: str) -> int | None:
