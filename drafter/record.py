@@ -92,13 +92,15 @@ class Header(_Line, frozen=True, tag="header"):
 
 
 class Answer(_Line, frozen=True, tag="answer"):
-    """The request of an answer: owner, generation of its first cycle, rule, and how tokens were chosen.
+    """The request of an answer: draft, owner, generation of the first cycle, rule, how tokens were chosen.
 
     What does not apply is in normal form: a greedy answer has no seed and no filters; without penalties their
     context is 0. `processors` names changes of the logits that are not in the record: no replay knows them.
     """
 
     schema_version: _Count
+    draft_kind: _Name
+    draft_digest: _Name
     request_owner: _Count
     request_generation: _Count
     num_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -225,6 +227,9 @@ class End(_Line, frozen=True, tag="end"):
         num_cycles: lines of cycles.
         num_committed_tokens: of the answer.
         sequence_digest: of prompt and answer as int32.
+        candidates_digest: of every slot's candidates and their values.
+        target_digest: of all logits that were kept.
+        routes_digest: of all routes in native rank order, and of all guesses in the order they were made.
         draft_context_digest: of the hidden rows that the draft was handed: those that stayed, in order.
         path_log_probability: of all selected candidates among their own, natural logarithm.
         num_predictions, num_right_predictions: guesses for blocks that ran, and those that a row chose.
@@ -234,6 +239,9 @@ class End(_Line, frozen=True, tag="end"):
     num_cycles: _Count
     num_committed_tokens: _Count
     sequence_digest: _Name
+    candidates_digest: _Name
+    target_digest: _Name
+    routes_digest: _Name
     draft_context_digest: _Name
     path_log_probability: float
     num_predictions: _Count

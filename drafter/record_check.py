@@ -68,6 +68,9 @@ class Totals:
 
     def __post_init__(self) -> None:
         self._context = xxhash.xxh3_128()
+        self._candidates = xxhash.xxh3_128()
+        self._target = xxhash.xxh3_128()
+        self._routes = xxhash.xxh3_128()
         self._ahead: dict[int, list[Route]] = {}
 
     def begin(self, prompt: list[int]) -> None:
@@ -84,9 +87,22 @@ class Totals:
         slots = zip(cycle.candidate_probabilities_or_logits, cycle.selected_candidate_path, strict=True)
         for values, chosen in slots:
             self.path_log_probability += _log_share(values, chosen, is_score=cycle.proposal_law == "point")
+        for ids, values in zip(
+            cycle.candidate_token_ids, cycle.candidate_probabilities_or_logits, strict=True
+        ):
+            self._candidates.update(array("i", ids).tobytes() + array("d", values).tobytes())
+        for row in cycle.target_logits or ():
+            self._target.update(array("d", row).tobytes())
+        self._add_routes(cycle)
+
+    def _add_routes(self, cycle: Cycle) -> None:
         before, self._ahead = self._ahead, {}
         chosen_by: dict[int, set[int]] = {}
         for route in cycle.routes:
+            named = [expert for row in route.target_expert_ids_in_native_rank_order for expert in row]
+            numbers = [route.target_route_layer, len(named), *named, *route.predicted_expert_ids]
+            self._routes.update(array("i", numbers).tobytes())
+            self._routes.update(array("d", route.prediction_confidence).tobytes())
             if route.prefetch_ticket_generation > cycle.request_generation:
                 self._ahead.setdefault(route.target_route_layer, []).append(route)
             else:
@@ -107,6 +123,9 @@ class Totals:
             num_cycles=self.num_cycles,
             num_committed_tokens=len(self.tokens) - self.num_prompt_tokens,
             sequence_digest=DIGEST + xxhash.xxh3_128_hexdigest(self.tokens.tobytes()),
+            candidates_digest=DIGEST + self._candidates.hexdigest(),
+            target_digest=DIGEST + self._target.hexdigest(),
+            routes_digest=DIGEST + self._routes.hexdigest(),
             draft_context_digest=DIGEST + self._context.hexdigest(),
             path_log_probability=self.path_log_probability,
             num_predictions=self.num_predictions,
@@ -200,7 +219,9 @@ class TraceChecker:
     def _take_answer(self, line: Answer) -> None:
         if self._answer is not None:
             _refuse("an answer begins before the last one has ended")
-        _same("schema_version", line.schema_version, VERSION, "of the header")
+        assert self._header is not None
+        for name in ("schema_version", "draft_kind", "draft_digest"):
+            _same(name, getattr(line, name), getattr(self._header, name), "of the header")
         least = self._generations.get(line.request_owner, 0)
         if line.request_generation < least:
             _refuse(f"request_generation {line.request_generation} is over: the owner has reached {least}")

@@ -235,7 +235,9 @@ class Recorder:
         if self._header is None:
             self._header = self._describe(facts, self._timeline)
             self._writer.write(self._header)
-        self._request = _request(self._timeline, self._prompt, facts.generation, sampler, self._rule)
+        self._request = _request(
+            self._header, self._timeline.owner, facts.generation, self._prompt, sampler, self._rule
+        )
         self._writer.write(self._request)
         for start in range(0, len(self._prompt), MAX_PROMPT_PIECE):
             piece = tuple(self._prompt[start : start + MAX_PROMPT_PIECE])
@@ -413,18 +415,16 @@ def _routes(pending: _Pending, owner: int) -> tuple[Route, ...]:
 
 
 def _request(
-    timeline: Timeline,
-    prompt: Sequence[int],
-    generation: int,
-    sampler: Sampler,
-    rule: Rule,
+    header: Header, owner: int, generation: int, prompt: Sequence[int], sampler: Sampler, rule: Rule
 ) -> Answer:
     """Return how tokens are chosen, in normal form."""
     params = sampler.params
     is_drawn = not params.is_greedy
     return Answer(
         schema_version=VERSION,
-        request_owner=timeline.owner,
+        draft_kind=header.draft_kind,
+        draft_digest=header.draft_digest,
+        request_owner=owner,
         request_generation=generation,
         num_prompt_tokens=len(prompt),
         rule=rule,

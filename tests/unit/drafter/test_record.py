@@ -1,0 +1,249 @@
+"""The proposal record: round trips, golden traces, lies, and every field changed in turn."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from drafter.api import DraftSampling
+from drafter.record import (
+    MAX_LINE_BYTES,
+    Answer,
+    Cycle,
+    End,
+    Header,
+    Line,
+    PromptPiece,
+    TraceRefused,
+    open_trace,
+    raw_lines,
+)
+from drafter.record_check import Identity, checked_lines, read_trace
+from drafter.replay import ReplayDrafter, recorded_proposals
+from mlx_flashnext.engine.replay import replay_trace
+from tests.golden.traces import generate
+
+GOLDEN = Path(generate.__file__).parent
+NAMES = [case.name for case in generate.CASES]
+LIES = {
+    "other-target": "line 5: target_model_revision is 'another-target', 'golden-target' of the header",
+    "other-tokenizer": "line 5: tokenizer_revision is 'another-tokenizer'",
+    "other-vocabulary": "target_logits are not 4 rows of the vocabulary's 32",
+    "other-hidden-shape": r"line 4: hidden_shape is \(4, 4\), \(3, 4\) of the rows that stay",
+    "other-hidden-type": "hidden_dtype is 'float16', 'bfloat16' of the header",
+    "other-layers": r"captured_layer_ids is \(0, 3\), \(1, 3\) of the header",
+    "other-stage": "captured_stage is 'last_stack', 'layer_output' of the header",
+    "other-owner": "request_owner is 8, 7 of the request",
+    "other-generation": "request_generation is 9, 4 comes next",
+    "other-ticket-owner": "prefetch_ticket_owner is 8, 7 of the request",
+    "other-ticket-generation": "prefetch_ticket_generation is 3, that of the block 4",
+    "ticket-not-cancelled": r"layer 0: cancelled_expert_ids is \(3,\) in the record, \(3, 15\) when replayed",
+    "one-accepted-too-many": r"bonus_token is \(2, 22\) in the record, \(1, 22\) when replayed",
+    "one-accepted-too-few": r"bonus_token is \(0, 22\) in the record, \(1, 22\) when replayed",
+    "wrong-bonus": "anchor_token_id is 16, 17 the last committed token",
+    "wrong-last-bonus": r"bonus_token is \(0, 21\) in the record, \(0, 20\) when replayed",
+    "wrong-correction": r"bonus_token is \(0, 12\) in the record, \(0, 11\) when replayed",
+    "wrong-path": "slot 0: selected_candidate_path does not take the best candidate",
+    "rejected-row-kept": r"hidden_shape is \(3, 4\), \(2, 4\) of the rows that stay",
+    "later-version": "line 1: schema_version is 2, 1 of this program",
+}
+
+
+def golden(name: str) -> bytes:
+    return (GOLDEN / f"{name}.jsonl").read_bytes()
+
+
+def lines_of(data: bytes) -> list[Line]:
+    return read_trace(io.BytesIO(data))
+
+
+def refusal(data: bytes) -> str | None:
+    """Return why a trace is refused, by the checker or by the replay; None if it is not."""
+    try:
+        replay_trace(io.BytesIO(data))
+    except TraceRefused as error:
+        return str(error)
+    return None
+
+
+# Golden.
+
+
+def test_the_golden_files_are_what_the_generator_makes():
+    made = generate.files()
+    assert sorted(made) == sorted(path.name for path in GOLDEN.glob("*.jsonl"))
+    for name, data in made.items():
+        assert (GOLDEN / name).read_bytes() == data, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_golden_trace_is_accepted_and_says_what_was_planned(name):
+    data = golden(name)
+    outcome = replay_trace(io.BytesIO(data))
+    case = next(case for case in generate.CASES if case.name == name)
+    cycles = [line for line in lines_of(data) if isinstance(line, Cycle)]
+    assert outcome.num_cycles == len(case.plan)
+    assert [len(line.proposal) for line in cycles] == [proposed for proposed, _ in case.plan]
+    if case.rule in ("auto", "coupled"):
+        assert [line.accepted_prefix_length for line in cycles] == [right for _, right in case.plan]
+    assert outcome.num_committed == sum(line.num_committed for line in cycles)
+    assert (outcome.num_cancelled_tickets > 0) == case.routes
+
+
+def test_the_golden_traces_cover_none_some_and_all_under_every_rule():
+    seen = set()
+    for name in NAMES:
+        lines = lines_of(golden(name))
+        rule = next(line.rule for line in lines if isinstance(line, Answer))
+        for line in lines:
+            if isinstance(line, Cycle) and line.proposal:
+                accepted, proposed = line.accepted_prefix_length, len(line.proposal)
+                kind = "all" if accepted == proposed else "some" if accepted else "none"
+                seen.add((rule, kind))
+    assert {(rule, kind) for rule in ("coupled", "delta", "sampled") for kind in ("none", "some")} <= seen
+    assert ("coupled", "all") in seen
+
+
+def test_several_candidates_stand_at_every_position_and_one_path_is_verified():
+    lines = [line for line in lines_of(golden("several-candidates")) if isinstance(line, Cycle)]
+    for line in lines:
+        assert all(len(candidates) == 4 for candidates in line.candidate_token_ids)
+        slots = zip(line.candidate_token_ids, line.selected_candidate_path, strict=True)
+        assert line.proposal == tuple(candidates[index] for candidates, index in slots)
+        assert len(line.target_logits or ()) == len(line.proposal) + 1
+
+
+@pytest.mark.parametrize("name", sorted(generate.LIES))
+def test_a_trace_that_lies_is_refused_with_the_field_and_both_values(name):
+    assert set(LIES) == set(generate.LIES)
+    with pytest.raises(TraceRefused, match=LIES[name]):
+        replay_trace(io.BytesIO(golden(f"refused-{name}")))
+
+
+@pytest.mark.parametrize(
+    ("identity", "field"),
+    [
+        (Identity(target_model_revision="mine"), "target_model_revision"),
+        (Identity(tokenizer_revision="mine"), "tokenizer_revision"),
+        (Identity(vocab_size=25), "vocab_size"),
+        (Identity(draft_digest="mine"), "draft_digest"),
+    ],
+)
+def test_a_trace_of_something_else_is_refused_as_a_whole(identity, field):
+    with pytest.raises(TraceRefused, match=f"line 1: {field} is"):
+        list(checked_lines(io.BytesIO(golden("everything")), identity))
+
+
+# Mutations. Digests are made anew, so that what refuses is the meaning of the field.
+
+
+def mutations(value: Any) -> Iterator[Any]:
+    """Yield other values of the same kind."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+        if value:
+            yield value - 1
+    elif isinstance(value, float):
+        yield value * 0.5 + 0.0625
+        yield value + 0.25
+    elif isinstance(value, str):
+        yield value + "0"
+        yield value[:-1] + ("B" if value[-1:] == "A" else "A")
+    elif value is None:
+        yield 1
+        yield []
+    elif isinstance(value, list):
+        yield [*value, *value[-1:]] if value else [0]
+        if value:
+            yield value[:-1]
+            yield None
+        if len(value) > 1 and value[0] != value[-1]:
+            yield [value[-1], *value[1:-1], value[0]]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of a document; of a long list the first, the last and one between."""
+    if path:
+        yield path
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = [(key, value[key]) for key in value if key not in ("kind", "digest")]
+    elif isinstance(value, list):
+        places = sorted({0, len(value) // 2, len(value) - 1}) if value else []
+        items = [(place, value[place]) for place in places]
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+def mutants(data: bytes, *, with_sums: bool = False) -> Iterator[tuple[str, bytes]]:
+    """Yield traces of which one leaf was changed, sealed again."""
+    lines = list(raw_lines(io.BytesIO(data)))
+    for number, line in enumerate(lines):
+        plain = msgspec.json.encode(line)
+        for path in leaves(msgspec.json.decode(plain)):
+            at = msgspec.json.decode(plain)
+            for step in path:
+                at = at[step]
+            for other in (other for other in mutations(at) if other != at):
+                document = msgspec.json.decode(plain)
+                inner = document
+                for step in path[:-1]:
+                    inner = inner[step]
+                inner[path[-1]] = other
+                try:
+                    changed = msgspec.convert(document, type(line))
+                except msgspec.ValidationError:
+                    continue  # refused by its type; such files are made by the fuzzer
+                name = f"line {number + 1} {'.'.join(map(str, path))}: {at!r:.40} -> {other!r:.40}"
+                told = [*lines[:number], changed, *lines[number + 1 :]]
+                if with_sums:
+                    try:
+                        told = generate.with_sums(told)
+                    except (TraceRefused, ValueError, IndexError):
+                        continue  # what cannot be added up is refused in the other test
+                yield name, generate.resealed(told)
+
+
+# What a model, a drafter or a predictor computed, or a person asked for. If the sums at the end are made to
+# agree, another trace results, of which only the outcome is different. Everything else stays refused.
+INPUTS = (
+    "rule",
+    "seed",
+    "temperature",
+    "top_",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "penalty_context",
+    "logit_bias",
+    "token_ids",
+    "hidden_payload_or_digest",
+    "candidate_token_ids",
+    "candidate_probabilities_or_logits",
+    "target_logits",
+    "target_expert_ids",
+    "predicted_expert_ids",
+    "prediction_confidence",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_every_golden_trace_matters(name):
+    survivors = [mutant for mutant, data in mutants(golden(name)) if refusal(data) is None]
+    assert survivors == []
+
+
+@pytest.mark.parametrize("name", ["rollback-of-features", "everything", "accept-some"])
+def test_only_what_a_model_computed_may_change_if_the_sums_agree(name):
+    survivors = [
+        mutant
+        for mutant, data in mutants(golden(name), with_sums=True)
+        if refusal(data) is None and not mutant.split()[2].startswith(INPUTS) and "routes" not in mutant
+    ]
+    assert survivors == []
