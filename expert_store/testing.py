@@ -140,8 +140,16 @@ class ThrottledSource(_Wrapper):
             bytes_per_s: Of all readers together; None does not limit.
             sleep: How to wait, for tests without waiting.
             clock: Seconds.
+
+        Raises:
+            StoreError: There is no such drive.
         """
         super().__init__(inner)
+        if latency_s < 0 or (bytes_per_s is not None and not bytes_per_s > 0):
+            raise StoreError(
+                f"No drive has {bytes_per_s} bytes a second and a latency of {latency_s} s",
+                hint="give a bandwidth above zero and a latency that is not below",
+            )
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
         self._sleep = sleep
