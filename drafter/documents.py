@@ -17,18 +17,19 @@ class DocumentRefused(Exception):
     """The bytes are not one plain JSON object; the message is one line."""
 
 
-def parse_object(data: bytes, name: str) -> dict[str, object]:
+def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
     """Return the one object of a JSON document.
 
     Args:
         data: the whole file.
         name: of the file, for the message.
+        max_bytes: refuse a longer one.
 
     Raises:
         DocumentRefused: see the module.
     """
-    if len(data) > MAX_BYTES:
-        raise DocumentRefused(f"{name} is larger than {MAX_BYTES} bytes: {len(data)}")
+    if len(data) > max_bytes:
+        raise DocumentRefused(f"{name} is larger than {max_bytes} bytes: {len(data)}")
     try:
         document = json.loads(
             data.decode("utf-8"),

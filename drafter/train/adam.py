@@ -1,0 +1,71 @@
+"""The optimiser: AdamW without weight decay, clipped gradients, and a rate that warms up and falls.
+
+Entry points: `AdamState`, `adam_step`, `rate_at`. Plain functions of dictionaries by parameter name, so
+that what a checkpoint holds is what a step reads.
+
+Source: dflash2.md 5.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mlx.core as mx
+
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+WARM_UP, LAST_SHARE = 0.04, 0.1
+
+
+class AdamState(NamedTuple):
+    """First and second moments by parameter name."""
+
+    first: dict[str, mx.array]
+    second: dict[str, mx.array]
+
+
+def fresh_state(params: Mapping[str, mx.array]) -> AdamState:
+    """Return moments of zero."""
+    return AdamState(
+        {name: mx.zeros_like(value) for name, value in params.items()},
+        {name: mx.zeros_like(value) for name, value in params.items()},
+    )
+
+
+def rate_at(step: int, num_steps: int, peak: float) -> float:
+    """Return the rate of a step counted from 0: linear to the peak, then a cosine down to a tenth of it."""
+    warm = max(1, math.ceil(WARM_UP * num_steps))
+    if step < warm:
+        return peak * (step + 1) / warm
+    along = (step - warm) / max(1, num_steps - warm)
+    return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
+
+
+def clipped(gradients: Mapping[str, mx.array], most: float) -> tuple[dict[str, mx.array], mx.array]:
+    """Return gradients whose common norm is at most `most`, and the norm that it was."""
+    norm = mx.sqrt(sum((mx.square(value).sum() for value in gradients.values()), mx.array(0.0)))
+    factor = mx.minimum(1.0, most / (norm + 1e-6))
+    return {name: factor * value for name, value in gradients.items()}, norm
+
+
+def adam_step(
+    params: Mapping[str, mx.array],
+    gradients: Mapping[str, mx.array],
+    state: AdamState,
+    *,
+    step: int,
+    rate: float,
+) -> tuple[dict[str, mx.array], AdamState]:
+    """Return parameters and moments after a step, counted from 0; lazy."""
+    (beta1, beta2), count = BETAS, step + 1
+    first = {name: beta1 * state.first[name] + (1 - beta1) * value for name, value in gradients.items()}
+    second = {
+        name: beta2 * state.second[name] + (1 - beta2) * mx.square(value) for name, value in gradients.items()
+    }
+    size = rate / (1 - beta1**count)
+    moved = {
+        name: value - size * first[name] / (mx.sqrt(second[name] / (1 - beta2**count)) + EPSILON)
+        for name, value in params.items()
+    }
+    return moved, AdamState(first, second)
