@@ -1,21 +1,19 @@
-"""The optimiser: AdamW without weight decay, clipped gradients, and a rate that warms up and falls.
+"""The optimiser: AdamW without weight decay, on clipped gradients.
 
-Entry points: `AdamState`, `adam_step`, `rate_at`. Plain functions of dictionaries by parameter name, so
-that what a checkpoint holds is what a step reads.
+Entry points: `AdamState`, `adam_step`. Plain functions of dictionaries by parameter name, so that what a
+checkpoint holds is what a step reads.
 
 Source: dflash2.md 5.4.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
 
-BETAS, EPSILON = (0.9, 0.95), 1e-8
-WARM_UP, LAST_SHARE = 0.04, 0.1
+from drafter.train.schedule import BETAS, EPSILON
 
 
 class AdamState(NamedTuple):
@@ -31,15 +29,6 @@ def fresh_state(params: Mapping[str, mx.array]) -> AdamState:
         {name: mx.zeros_like(value) for name, value in params.items()},
         {name: mx.zeros_like(value) for name, value in params.items()},
     )
-
-
-def rate_at(step: int, num_steps: int, peak: float) -> float:
-    """Return the rate of a step counted from 0: linear to the peak, then a cosine down to a tenth of it."""
-    warm = max(1, math.ceil(WARM_UP * num_steps))
-    if step < warm:
-        return peak * (step + 1) / warm
-    along = (step - warm) / max(1, num_steps - warm)
-    return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
 
 
 def clipped(gradients: Mapping[str, mx.array], most: float) -> tuple[dict[str, mx.array], mx.array]:

@@ -23,6 +23,7 @@ from drafter.fuse import context_keys_values, fuse
 from drafter.layers import Params, rotary_frequencies
 from drafter.selector import candidates, project, slot_scores, unary_logits
 from drafter.train.batches import Blocks
+from drafter.train.schedule import slot_weights
 
 
 class FrozenTarget(Protocol):
@@ -51,11 +52,6 @@ class Losses(NamedTuple):
     selector: mx.array
     accuracy: mx.array
     recall: mx.array
-
-
-def slot_weights(num_slots: int, gamma: float) -> list[float]:
-    """Return exp(-(t - 1) / gamma) for slots t = 1, 2, ..."""
-    return [float(np.exp(-slot / gamma)) for slot in range(num_slots)]
 
 
 def block_hidden(params: Params, config: DraftConfig, target: FrozenTarget, blocks: Blocks) -> mx.array:
@@ -90,7 +86,7 @@ def losses(
         config: of the draft.
         target: embedding and head.
         batch: blocks of several documents, none of which sees another.
-        gamma: of `slot_weights`.
+        gamma: of `schedule.slot_weights`.
         num_ids: ids from here on are no tokens.
     """
     hidden = [block_hidden(params, config, target, blocks) for blocks in batch]

@@ -17,13 +17,14 @@ import mlx.core as mx
 
 from drafter.config import DraftConfig
 from drafter.errors import DrafterError
-from drafter.train.adam import AdamState, adam_step, clipped, fresh_state, rate_at
+from drafter.train.adam import AdamState, adam_step, clipped, fresh_state
 from drafter.train.batches import Blocks, StepSampler
 from drafter.train.captures import CapturedDocument
 from drafter.train.curve import draw_curve
 from drafter.train.initial import initial_parameters
 from drafter.train.losses import FrozenTarget, Losses, losses
 from drafter.train.runs import CURVE, FIRST, PARAMETERS, SECOND, Run, TrainSettings, replace_file
+from drafter.train.schedule import rate_at, selector_share
 
 Params = dict[str, mx.array]
 ToHost = Callable[[mx.array], Any]
@@ -141,11 +142,6 @@ def gradients_of(
 
     (_, parts), gradients = mx.value_and_grad(whole)(params)
     return parts, gradients
-
-
-def selector_share(step: int, settings: TrainSettings) -> float:
-    """Return the weight of the selector's loss in a step counted from 0."""
-    return settings.selector_weight * min(1.0, (step + 1) / max(1, settings.selector_ramp))
 
 
 def load_position(run: Run, config: DraftConfig) -> Position:
