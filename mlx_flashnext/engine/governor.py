@@ -14,7 +14,7 @@ V2  What speculation may lose is bounded: the opening allowance, `TRY_SHARE` of 
 Source: dflash2.md 2.8, 2.9 and G22.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
@@ -25,10 +25,13 @@ OPENING_STEPS: Final = 1.0
 """Plain steps that an answer may lose before it has gained anything."""
 LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
-PLAIN_EVERY: Final = 48
+PLAIN_EVERY: Final = 96
 """One cycle of so many is plain, so that the cost of a plain step stays known."""
-EXPLORE_EVERY: Final = 16
-"""One drafting cycle of so many has the width that was measured least: costs may have cliffs."""
+EXPLORE_EVERY: Final = 8
+"""One drafting cycle of so many has a width that was hardly measured yet: costs may have cliffs."""
+HARDLY_MEASURED: Final = 3
+REPROBE_EVERY: Final = 160
+"""One of so many has the width that was measured least, long after all are known: costs may change."""
 WATCHED_CYCLES: Final = 64
 LEAST_ACCEPTED: Final = 0.05
 """Mean accepted tokens over `WATCHED_CYCLES` below which a drafter is a defect, not a hard text (G22)."""
@@ -59,6 +62,7 @@ class Governor:
         self._purse_ns: float | None = None
         self._since_plain = 0
         self._num_drafting = 0
+        self._num_measured: Counter[int] = Counter()
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
         # Per slot: decayed counts of cycles that proposed it, and of those in which it was accepted.
         self._tried = [0.0] * max_width
@@ -101,6 +105,7 @@ class Governor:
             num_tokens: tokens committed.
             cycle_ns: wall time from proposing to committing.
         """
+        self._num_measured[num_proposed] += 1
         self._cycle_ns.setdefault(num_proposed, deque(maxlen=_REMEMBERED)).append(cycle_ns)
         plain_ns = self._cost_ns(0)
         if num_proposed == 0:
@@ -146,8 +151,10 @@ class Governor:
 
     def _best_width(self, most: int) -> int:
         """Return the width from 1 on with the most tokens a nanosecond; wide until something is known."""
-        if self._num_drafting % EXPLORE_EVERY == EXPLORE_EVERY - 1:
-            return min(range(1, most + 1), key=lambda width: len(self._cycle_ns.get(width, ())))
+        least = min(range(1, most + 1), key=lambda width: self._num_measured[width])
+        every = EXPLORE_EVERY if self._num_measured[least] < HARDLY_MEASURED else REPROBE_EVERY
+        if self._num_drafting % every == every - 1:
+            return least
         survival = self._survival(most)
         tokens, rates = 1.0, dict[int, float]()
         for width in range(1, most + 1):
