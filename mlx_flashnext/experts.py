@@ -53,6 +53,10 @@ class RouteListener(Protocol):
         """Take a layer's true choice, whose exact reads are queued by now; say what to read ahead."""
         ...
 
+    def accepted(self, num_tickets: int) -> None:
+        """Hear how many reads the last hand-over has led to."""
+        ...
+
 
 class ResidentExperts:
     """All experts of all layers in memory: the reference path, and what a large machine runs.
@@ -216,7 +220,9 @@ class StreamedExperts:
         """Give hints to the store: at most one hand-over, never a wait."""
         if ahead.hints:
             generation = self.generation + ahead.passes_ahead
-            self._store.prefetch(ahead.hints, owner=self.owner, generation=generation)
+            num_tickets = self._store.prefetch(ahead.hints, owner=self.owner, generation=generation)
+            if self.listener is not None:
+                self.listener.accepted(num_tickets)
 
     def _tell(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
         """Let the listener hear a layer's choice and hand over what it says."""

@@ -10,7 +10,9 @@ be handed over, and that a predictor which fails is left alone from then on. The
 Invariants:
     I1  hints move bytes, never decisions: nothing here reaches the model;
     H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
-    H2  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
+    H2  a router is asked early only where that leads to reads: after `IDLE_PASSES` passes without one it is
+        asked in one pass of `REST_PASSES`;
+    H3  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,11 @@ from mlx_flashnext.experts import HandOver
 
 MAX_HINTS: Final = 2048
 """Hints of one hand-over. The real model chooses 480 records a token; a predictor may be anything."""
+IDLE_PASSES: Final = 2
+"""Passes without a read after which a predictor that asks routers early rests."""
+REST_PASSES: Final = 16
+"""Passes from one try to the next. On the demo with all experts but one in memory, asking in every pass costs
+a fifth of the decode rate; a change of subject is noticed within a sentence."""
 LONGEST_HINT: Final = 1
 """Passes after the running one that a hint may be for; what is further ahead is cut to it."""
 
@@ -48,6 +55,7 @@ class Hints:
         self._pass = 0
         self._is_open = self._is_predicting = False
         self._expected: list[Guess] = []
+        self._num_accepted = self._num_idle = self._num_resting = 0
         self.num_guesses = 0
         self.stopped = ""
 
@@ -57,12 +65,15 @@ class Hints:
         Args:
             tokens: of the block.
             position: tokens before it.
-            is_prefill: a chunk of the prompt (H2).
+            is_prefill: a chunk of the prompt (H3).
         """
         self._pass += 1
         self._is_open = True
         self._is_predicting = self._predictor is not None and not self.stopped and not is_prefill
         self._expected = []
+        self._num_accepted = 0
+        if self._is_predicting and self._num_resting:
+            self._num_resting -= 1
         if self._log is not None:
             self._log.begin(position, len(tokens))
         guesses = self._ask(lambda predictor: predictor.begin(tokens, position))
@@ -71,7 +82,13 @@ class Hints:
     def wants_early(self, layer: int) -> bool:
         """Return whether the layer's router is to be asked while the layer before it runs."""
         del layer
-        return self._is_predicting and self._predictor is not None and self._predictor.wants_early
+        if not self._is_predicting or self._predictor is None or self._num_resting:
+            return False
+        return self._predictor.wants_early
+
+    def accepted(self, num_tickets: int) -> None:
+        """Hear how many reads the last hand-over has led to."""
+        self._num_accepted += num_tickets
 
     def expect(self, layer: int, ids_TN: Rows) -> None:
         """Take the early choice of a layer; it is handed over with what `routed` says."""
@@ -92,6 +109,10 @@ class Hints:
         if not self._is_open:
             return
         self._is_open = False
+        if self._is_predicting and not self._num_resting:
+            self._num_idle = 0 if self._num_accepted else self._num_idle + 1
+            if self._num_idle >= IDLE_PASSES:
+                self._num_resting = REST_PASSES
         if self._log is not None:
             self._log.commit(num_rows)
         self._ask(lambda predictor: predictor.commit(num_rows) or ())

@@ -127,6 +127,11 @@ class OverheardHints(Hints):
             self._heard.rows[layer] = [list(row) for row in ids_TK]
         return HandOver() if self._inner is None else self._pass_on(self._inner.routed(layer, ids_TK))
 
+    def accepted(self, num_tickets: int) -> None:
+        """See `Hints`."""
+        if self._inner is not None:
+            self._inner.accepted(num_tickets)
+
     def commit(self, num_rows: int) -> None:
         """See `Hints`."""
         if self._inner is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from expert_store.keys import ReadClass
-from mlx_flashnext.engine.hints import MAX_HINTS, Hints
+from mlx_flashnext.engine.hints import IDLE_PASSES, MAX_HINTS, REST_PASSES, Hints
 from mlx_flashnext.engine.predictors import (
     HINTS,
     Frequency,
@@ -151,6 +151,25 @@ def test_the_early_choice_goes_with_the_layers_one_hand_over():
     hints.expect(1, [[4, 6]])
     assert [(hint.layer, hint.expert) for hint in hints.routed(0, [[1, 2]]).hints] == [(1, 4), (1, 6)]
     assert hints.routed(1, [[1, 2]]).hints == ()
+
+
+def test_a_router_whose_early_choice_is_always_there_is_asked_now_and_then():
+    hints = Hints(NearGate(), num_layers=3)
+
+    def asked(num_tickets: int) -> bool:
+        hints.begin([1], 0, is_prefill=False)
+        wants = hints.wants_early(1)
+        hints.accepted(num_tickets if wants else 0)
+        hints.commit(1)
+        return wants
+
+    assert [asked(1) for _ in range(40)] == [True] * 40
+    idle = [asked(0) for _ in range(IDLE_PASSES + 3 * REST_PASSES)]
+    assert idle[:IDLE_PASSES] == [True] * IDLE_PASSES
+    assert sum(idle[IDLE_PASSES:]) == 3
+    while not asked(1):
+        pass
+    assert [asked(1) for _ in range(5)] == [True] * 5, "one read, and it is asked again in every pass"
 
 
 def test_prefill_and_foreign_layers_get_no_hints():
