@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -101,8 +102,12 @@ class StagedDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock."""
+        """Unlock; where nothing was finished or begun, leave nothing behind."""
         if self._journal is not None:
+            with contextlib.suppress(OSError):
+                if not self._done and next(self.partial.iterdir(), None) is None:
+                    self.partial.rmdir()
+                    self.journal.unlink()
             self._journal.close()
             self._journal = None
 

@@ -20,7 +20,7 @@ from mlx_flashnext.geometry import (
     qsa_layer_bytes,
     state_bytes,
 )
-from mlx_flashnext.model.quant import WIDEN_PAIRS
+from mlx_flashnext.model.quant import WIDEN_GROUPS, WIDEN_PAIRS
 from mlx_flashnext.weights import STAGING_BYTES
 
 # One header entry costs about 700 bytes as a Python object: 152 thousand tensors of the FP8 layout, measured.
@@ -246,8 +246,8 @@ def _widened_pairs_bytes(layout: ExpertLayout, itemsize: int) -> int:
     native = "BF16" if itemsize == 2 else "F32"
     dense = [part for part in layout.components if not _is_scale(part) and part.dtype not in ("U32", native)]
     largest = max((math.prod(part.shape) for part in dense), default=0)
-    # Two groups of pairs, as stored, in float32 and as computed: one is queued while the other runs.
-    return 2 * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
+    # As stored, in float32 and as computed, of every group of pairs that is under way.
+    return WIDEN_GROUPS * WIDEN_PAIRS * largest * (itemsize + FLOAT32_BYTES)
 
 
 def _is_scale(part: Component) -> bool:

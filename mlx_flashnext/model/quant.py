@@ -28,8 +28,8 @@ from mlx_flashnext.model.order import after, joined, row_blocks
 # From here on pairs are sorted by slot, which lets Metal use its matrix kernel (mlx-lm's threshold).
 SORT_PAIRS = 64
 # Pairs whose matrices are decoded at a time where no kernel multiplies with the bank's own type: bounds the
-# copies.
-WIDEN_PAIRS = 16
+# copies. However many groups there are, MLX's CPU backend has up to nine of them under way (measured).
+WIDEN_PAIRS, WIDEN_GROUPS = 4, 9
 
 
 class Linear(Protocol):

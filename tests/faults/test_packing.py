@@ -149,7 +149,7 @@ def test_space_is_looked_for_before_anything_is_written(source, tmp_path, monkey
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 10**12 - 10**6, 10**6))
     with pytest.raises(NotEnoughSpace, match=r"\d+ bytes are to be written to .*, 1000000 are free"):
         pack_checkpoint(source, tmp_path / "pack")
-    assert list((tmp_path / "pack.partial").iterdir()) == []
+    assert left_over(tmp_path / "pack") == []
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
