@@ -4,6 +4,7 @@ warm start. The answer is the same or an error that says why; nothing hangs and 
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from expert_store.popularity import FORMAT, VERSION
 from expert_store.source import ByteSource
 from expert_store.stats import Fate, HintOutcome
 from expert_store.store import ExpertStore
-from expert_store.testing import FaultySource, ThrottledSource
+from expert_store.testing import CountingSource, FaultySource, ThrottledSource
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.events import Finished, Token
+from mlx_flashnext.engine.events import Finished, PrefillProgress, Token
 from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.page_cache import prepare
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictors import NearGate, Oracle
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
@@ -220,3 +222,46 @@ def test_no_warm_start_reads_and_writes_nothing(model, tmp_path):
         answer(engine)
         assert engine.warm.num_hints == 0
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_inference_thread_reads_no_expert_ahead_or_otherwise(model, recorded):
+    """P06: no storage call on the model's thread, whoever asks for the bytes."""
+    counted: list[CountingSource] = []
+
+    def counting(source: ByteSource) -> ByteSource:
+        counted.append(CountingSource(source))
+        return counted[0]
+
+    with open_engine(model, counting) as engine:
+        loaded = len(counted[0].reads)
+        assert answer(engine, Hints(NearGate(), NUM_LAYERS))[0] == recorded[0]
+        threads = {read.thread for read in counted[0].reads[loaded:]}
+    assert len(counted[0].reads) > loaded
+    assert threading.get_ident() not in threads
+
+
+def test_a_page_cache_dropped_in_the_middle_of_a_prompt_is_read_in_parallel(model):
+    """P20: what was in memory and is not any more comes back through several readers at once."""
+    counted: list[CountingSource] = []
+
+    def counting(source: ByteSource) -> ByteSource:
+        # A drive that takes a while: reads that could overlap do.
+        counted.append(CountingSource(ThrottledSource(source, latency_s=0.002)))
+        return counted[0]
+
+    request = PlanRequest(context_tokens=128, slots_per_layer=9, prefill_step=4)
+    with Engine.open(model, request, wrap_source=counting) as engine:
+        files = [info.path for info in engine.checkpoint.table.files]
+        events = engine.session().generate(prompt_of(24), GREEDY, max_tokens=2)
+        tokens: list[int] = []
+        for event in events:
+            if isinstance(event, PrefillProgress) and event.done == 12:
+                prepare(files, "cold")
+                counted[0].num_reads_max = 0
+            elif isinstance(event, Token):
+                tokens.append(event.token_id)
+        at_once = counted[0].num_reads_max
+    with Engine.open(model, request) as engine:
+        events = engine.session().generate(prompt_of(24), GREEDY, max_tokens=2)
+        assert [event.token_id for event in events if isinstance(event, Token)] == tokens
+    assert at_once > 1
