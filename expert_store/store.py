@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Self
@@ -88,6 +89,7 @@ class ExpertStore:
             )
         self._lock = threading.Lock()
         self._unverified = UnverifiedDemands()
+        self._leaving: deque[tuple[int, int]] = deque()
         self._is_closed = False
         limits = limits or PrefetchLimits()
         self._reader = ThreadReader(num_readers) if reader is None else reader
@@ -147,6 +149,7 @@ class ExpertStore:
         masks = None if row_masks is None else tuple(row_masks)
         while True:
             with self._lock:
+                self._finish_leaving()
                 self._dispatcher.check_open()
                 try:
                     return self._take(shelf, wanted, owner, masks)
@@ -270,6 +273,7 @@ class ExpertStore:
         """
         hints, num_invalid = self._prefetcher.sorted_hints(requests)
         with self._lock:
+            self._finish_leaving()
             counts = self._dispatcher.ledger.hints
             counts[HintOutcome.INVALID] += num_invalid
             counts[HintOutcome.TOO_MANY] += len(requests) - len(hints) - num_invalid
@@ -304,6 +308,7 @@ class ExpertStore:
             StoreError: The generation goes backwards.
         """
         with self._lock:
+            self._finish_leaving()
             current = self._prefetcher.generation(owner)
             if generation < current:
                 raise StoreError(
@@ -311,8 +316,33 @@ class ExpertStore:
                     hint="this is a bug of the caller",
                     owner=owner,
                 )
-            if generation == current:
-                return
+            self._begin(owner, generation, num_rows)
+
+    def leave(self, owner: int, generation: int) -> None:
+        """Begin a generation as `advance` does, with no row of an open block, and never wait for the lock.
+
+        An answer may be ended by the garbage collector: on any thread, between any two steps, with the lock
+        held. What cannot be done at once is done by the next request, hand-over or generation.
+
+        Args:
+            owner: Id of the request.
+            generation: Its new generation; an older one than the present does nothing.
+        """
+        self._leaving.append((owner, generation))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._finish_leaving()
+            finally:
+                self._lock.release()
+
+    def _finish_leaving(self) -> None:
+        """Do what `leave` could not, under the lock."""
+        while self._leaving:
+            self._begin(*self._leaving.popleft(), num_rows=0)
+
+    def _begin(self, owner: int, generation: int, num_rows: int | None) -> None:
+        """Begin a generation, if it is a new one, under the lock."""
+        if generation > self._prefetcher.generation(owner):
             self._unverified.settle(owner, num_rows)
             self._prefetcher.advance(owner, generation)
             self._dispatcher.ledger.close_cycle(shelf.counters for shelf in self._shelves.values())

@@ -107,6 +107,9 @@ class Timeline:
     Invariants:
         I1  `hints` hears of passes and hands over reads; nothing it says reaches model, state or verdict.
         I2  `tokens` are exactly the tokens that `state` has consumed; the anchor is not among them.
+
+    Attributes:
+        turns: where turns began, as far as that is kept; snapshots of this timeline and of no other.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Timeline:
         self.owner = owner
         self.hints = hints
         self.tokens: list[int] = []
+        self.turns: list[TimelineSnapshot] = []
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
         self.observer: CycleObserver | None = None
@@ -197,10 +201,10 @@ class Timeline:
     def rest(self) -> None:
         """End an answer, well or not: what was read ahead for it is nobody's any more.
 
-        Another answer may be running on the same target.
+        Another answer may be running on the same target, in the middle of any step.
         """
         self.generation += LONGEST_HINT + 1
-        self.target.store.advance(self.owner, self.generation, num_rows=0)
+        self.target.store.leave(self.owner, self.generation)
 
     @contextmanager
     def _pass(self, tokens: Sequence[int], *, is_revocable: bool) -> Generator[Block]:

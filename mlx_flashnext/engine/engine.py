@@ -23,7 +23,7 @@ from expert_store.store import ExpertStore
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline, TimelineSnapshot
+from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline
 from mlx_flashnext.engine.draft_target import DraftTarget
 from mlx_flashnext.engine.errors import ContextTooLong, EmptyPrompt, EngineClosed, WrongThread
 from mlx_flashnext.engine.events import Event
@@ -292,7 +292,7 @@ class AnswerObserver(CycleObserver, Protocol):
 
 
 class Session:
-    """One conversation's timeline, and snapshots of where its turns began.
+    """One conversation's timeline.
 
     Invariants:
         I2  `tokens` are exactly what the state has consumed; after any error the state is dropped, never
@@ -314,7 +314,6 @@ class Session:
         self._hints = hints
         self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
         self._timeline: Timeline | None = None
-        self._snapshots: list[TimelineSnapshot] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -324,7 +323,6 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self._timeline = None
-        self._snapshots.clear()
 
     def generate(
         self,
@@ -399,7 +397,6 @@ class Session:
             raise
         except BaseException:
             target.experts.device_idle()
-            self._snapshots.clear()
             raise
         finally:
             timeline.rest()
@@ -419,19 +416,18 @@ class Session:
             if num_common == len(kept.tokens) < len(prompt):
                 return kept
             # Strictly less than what is common: a drafter has seen the token after its last row.
-            while self._snapshots and self._snapshots[-1].num_tokens >= num_common:
-                self._snapshots.pop()
-            if self._snapshots:
-                kept.restore(self._snapshots[-1])
+            while kept.turns and kept.turns[-1].num_tokens >= num_common:
+                kept.turns.pop()
+            if kept.turns:
+                kept.restore(kept.turns[-1])
                 return kept
-        self._snapshots.clear()
         del kept  # free the old state before the new one grows
         return self._engine.new_timeline(self._drafter, self._governor, self._hints)
 
     def _keep_snapshot(self, timeline: Timeline) -> None:
         """Keep the newest few; older turns are read again if a conversation goes back that far."""
-        self._snapshots.append(timeline.snapshot())
-        del self._snapshots[: -self._engine.plan.num_snapshots or None]
+        timeline.turns.append(timeline.snapshot())
+        del timeline.turns[: -self._engine.plan.num_snapshots or None]
 
 
 def _common_prefix(prompt: Sequence[int], tokens: Sequence[int]) -> int:

@@ -76,7 +76,7 @@ class WarmStart:
         """Give up what has not come or was not used. Idempotent."""
         if not self._is_over:
             self._is_over = True
-            self._store.advance(WARM_OWNER, 1)
+            self._store.leave(WARM_OWNER, 1)
 
     def save(self) -> None:
         """Leave this run's demands to the next one; nothing is written where nothing was demanded."""

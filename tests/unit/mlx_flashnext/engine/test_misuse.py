@@ -63,6 +63,22 @@ def test_an_abandoned_answer_that_is_closed_later_ends_nobodys_lease(
     assert ended == []
 
 
+def test_an_abandoned_answer_is_ended_while_the_store_is_busy(engine: Engine, answer: list[int]) -> None:
+    """The garbage collector may close it on any thread, while the store is in the middle of something."""
+    session, store = engine.session(), engine.target.store
+    abandoned = session.generate(PROMPT, GREEDY, max_tokens=10)
+    next(abandoned)
+    timeline = abandoned.gi_frame.f_locals["timeline"]  # type: ignore[attr-defined]
+    ender = threading.Thread(target=abandoned.close, daemon=True)  # type: ignore[attr-defined]
+    with store._lock:
+        ender.start()
+        ender.join(10)
+        assert not ender.is_alive()
+    assert store._prefetcher.generation(timeline.owner) < timeline.generation
+    assert token_ids(list(engine.session().generate(PROMPT, GREEDY, max_tokens=10))) == answer
+    assert store._prefetcher.generation(timeline.owner) == timeline.generation
+
+
 def test_an_error_thrown_into_an_answer_drops_the_state(engine: Engine, answer: list[int]) -> None:
     session = engine.session()
     events = session.generate(PROMPT, GREEDY, max_tokens=10)

@@ -80,7 +80,8 @@ def test_snapshots_are_bounded_by_the_plan(tiny_dir: Path) -> None:
         for turn in range(engine.plan.num_snapshots + 3):
             prompt = [*prompt, *prompt_of(20, seed=turn)]
             reused(session, prompt)
-        assert len(session._snapshots) == engine.plan.num_snapshots
+        assert session._timeline is not None
+        assert len(session._timeline.turns) == engine.plan.num_snapshots
         first = [*prompt_of(40), 3, 4]
         tokens, num_reused = reused(session, first)
         assert num_reused == 0
@@ -106,3 +107,21 @@ def test_an_error_forgets_the_snapshots_too(tiny_dir: Path) -> None:
         tokens, num_reused = reused(session, prompt)
         assert num_reused == 0
         assert tokens == reused(engine.session(), prompt)[0]
+
+
+@pytest.mark.parametrize("pauses", [1, 2, 3, 4, 5])
+def test_two_answers_of_one_session_keep_their_snapshots_apart(tiny_dir: Path, pauses: int) -> None:
+    """Whichever ends last is continued, from where its own turn began and from nowhere else."""
+    with open_tiny(tiny_dir, slots=6, step=16) as engine:
+        session, prompt = engine.session(), prompt_of(40)
+        left = session.generate(prompt, GREEDY, max_tokens=8)
+        for _ in range(pauses):
+            next(left)
+        reused(session, prompt_of(40, seed=3))
+        left.close()  # type: ignore[attr-defined]
+        edited = [*prompt[:-2], 5]
+        tokens, num_reused = reused(session, edited)
+        assert num_reused == (40 - MARGIN if pauses > 2 else 0 if pauses == 1 else num_reused)
+        fresh = engine.session()
+        assert tokens == reused(fresh, edited)[0]
+        assert_same_state(session, fresh)
