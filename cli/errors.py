@@ -25,6 +25,7 @@ _CODES = {
     "TokenizerMismatch": INCOMPATIBLE,
     "MissingDrafter": INCOMPATIBLE,
     "IncompatibleDrafter": INCOMPATIBLE,
+    "TargetDiffers": INCOMPATIBLE,
     "ChatTemplateFailed": INCOMPATIBLE,
     "BudgetTooSmall": NOT_ENOUGH,
     "BudgetTooLarge": NOT_ENOUGH,
@@ -80,6 +81,7 @@ class Failure:
 
 def describe(error: BaseException) -> Failure:
     """Return what to tell about any exception that reached the boundary."""
+    from drafter.errors import DrafterError
     from expert_store.errors import StoreError
     from mlx_flashnext.engine.errors import EngineError
     from mlx_flashnext.errors import ModelError
@@ -87,7 +89,7 @@ def describe(error: BaseException) -> Failure:
     kind = type(error).__name__
     if isinstance(error, CommandError):
         return Failure(error.code, kind, error.message, error.hint)
-    if isinstance(error, StoreError | ModelError | EngineError):
+    if isinstance(error, StoreError | ModelError | EngineError | DrafterError):
         codes = (_CODES[base.__name__] for base in type(error).__mro__ if base.__name__ in _CODES)
         return Failure(next(codes, FAILED), kind, error.message, error.hint)
     if isinstance(error, MemoryError):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cli.command import CommandGroup, CommandPage, command
+from cli.commands import draft as drafts
 from cli.commands import trace as traces
 from cli.commands.bench import bench
 from cli.commands.chat import chat
@@ -64,6 +65,15 @@ Examples:
   flashnext trace replay answer.trace
 """
 
+DRAFT_EXAMPLES = """\
+Examples:
+  flashnext draft inspect ./my-draft
+  flashnext draft capture prompts.jsonl ./captures --taps 1,3,4,6
+  flashnext draft train ./captures ./run
+  flashnext draft export ./run ./my-draft --licence mit
+  flashnext draft promote ./my-draft --captures ./captures --prompts held-out.jsonl
+"""
+
 app = typer.Typer(
     name="flashnext",
     cls=CommandGroup,
@@ -98,6 +108,25 @@ for name, work in (
 ):
     trace.command(name, cls=CommandPage)(command(work))
 app.add_typer(trace)
+draft = typer.Typer(
+    name="draft",
+    cls=CommandGroup,
+    help="Train a draft for a model, judge it, and look at drafts of others.",
+    epilog=DRAFT_EXAMPLES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for name, work in (
+    ("inspect", drafts.inspect),
+    ("capture", drafts.capture),
+    ("train", drafts.train),
+    ("export", drafts.export),
+    ("evaluate", drafts.evaluate),
+    ("calibrate", drafts.calibrate),
+    ("promote", drafts.promote),
+):
+    draft.command(name, cls=CommandPage)(command(work))
+app.add_typer(draft)
 
 
 def _show_version(wanted: bool) -> None:

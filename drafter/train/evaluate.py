@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -41,7 +41,7 @@ class Judged:
         best_is_right: the same for every slot's best logit, which no predecessor changes.
         is_candidate: whether the target's token is among the candidates.
         confidence: float32 [A, B - 1] of the path's tokens.
-        num_left: int32 [A], slots that have a target at all.
+        num_after: int32 [A], tokens of the document after each anchor.
     """
 
     starts: NDArray[np.int32]
@@ -49,7 +49,7 @@ class Judged:
     best_is_right: NDArray[np.bool_]
     is_candidate: NDArray[np.bool_]
     confidence: NDArray[np.float32]
-    num_left: NDArray[np.int32]
+    num_after: NDArray[np.int32]
 
     @property
     def accepted(self) -> NDArray[np.int64]:
@@ -89,8 +89,8 @@ def judge_document(
         blocks = blocks_at(padded, starts[first : first + most_at_once], config.block_size, _reach(config))
         pieces.append(_paths(params, config, target, to_host, blocks, num_ids, use_selector))
     columns = [np.concatenate(column) for column in zip(*pieces, strict=True)]
-    left = np.minimum(len(document.tokens) - 1 - np.asarray(starts), config.max_proposals)
-    exists = np.arange(config.max_proposals)[None] < left[:, None]
+    after = len(document.tokens) - 1 - np.asarray(starts)
+    exists = np.arange(config.max_proposals)[None] < after[:, None]
     right, best, among, confidence = columns
     return Judged(
         np.asarray(starts, np.int32),
@@ -98,35 +98,44 @@ def judge_document(
         best.astype(bool) & exists,
         among.astype(bool) & exists,
         confidence.astype(np.float32),
-        left.astype(np.int32),
+        after.astype(np.int32),
     )
 
 
-def cycles_of(judged: Judged, num_proposals: int) -> list[tuple[int, int]]:
-    """Return the cycles of greedy service: where each begins, and how many proposals it accepts.
+class Cycle(NamedTuple):
+    """One cycle of greedy service: the anchor's position, proposals accepted, tokens committed."""
+
+    start: int
+    accepted: int
+    committed: int
+
+
+def cycles_of(judged: Judged, num_proposals: int) -> list[Cycle]:
+    """Return the cycles of greedy service of a document; the last one commits nothing beyond its end.
 
     Args:
         judged: at every position of the answer.
         num_proposals: k of every cycle.
     """
     accepted = np.minimum(judged.accepted, num_proposals)
-    place, found = 0, list[tuple[int, int]]()
+    place, found = 0, list[Cycle]()
     while place < len(accepted):
-        found.append((int(judged.starts[place]), int(accepted[place])))
-        place += int(accepted[place]) + 1
+        committed = min(int(accepted[place]) + 1, int(judged.num_after[place]))
+        found.append(Cycle(int(judged.starts[place]), int(accepted[place]), committed))
+        place += committed
     return found
 
 
 def summarise(judged: Sequence[Judged], num_proposals: int) -> dict[str, Any]:
     """Return the figures of some documents as plain values; see docs/FORMATS.md, draft evaluation."""
     right = np.concatenate([one.is_right for one in judged])
-    left = np.concatenate([one.num_left for one in judged])
+    after = np.concatenate([one.num_after for one in judged])
     slots = np.arange(right.shape[1])
-    exists = slots[None] < left[:, None]
+    exists = slots[None] < after[:, None]
     kept = np.cumprod(right, axis=1).astype(bool)
     reached = np.concatenate([np.ones((len(right), 1), bool), kept[:, :-1]], axis=1) & exists
     cycles = [cycle for one in judged for cycle in cycles_of(one, num_proposals)]
-    committed = sum(accepted + 1 for _, accepted in cycles)
+    committed = sum(cycle.committed for cycle in cycles)
     confidence = np.concatenate([one.confidence for one in judged])
 
     def share(hits: NDArray[Any], asked: NDArray[Any]) -> list[float]:

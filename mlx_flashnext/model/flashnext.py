@@ -150,7 +150,7 @@ class FlashNext:
             )
             staged.append(staged_layer)
             if index in taps:
-                tapped[index] = self._tap(index, stack_TGD, contraction)
+                tapped[index] = self.contract(index, stack_TGD, contraction)
                 if contraction is not None:
                     # Computed here and now, so that no tapped stack outlives its layer.
                     (stack_TGD,) = mx.depends([stack_TGD], [tapped[index]])
@@ -160,7 +160,7 @@ class FlashNext:
             return ForwardOutput(None, stack_TGD, tapped)
         return ForwardOutput(self.head(stack_TGD if logits == "all" else stack_TGD[-1:]), stack_TGD, tapped)
 
-    def _tap(self, index: int, stack_TGD: mx.array, contraction: Contraction | None) -> mx.array:
+    def contract(self, index: int, stack_TGD: mx.array, contraction: Contraction | None) -> mx.array:
         """Return a layer's output stack, or what a contraction makes of it. Source: dflash2.md 1.14."""
         if contraction is None:
             return stack_TGD

@@ -32,7 +32,7 @@ class Tables:
 
 
 def largest_error(family: str) -> dict[str, float]:
-    """Return for losses and every parameter how far this trainer is from torch, by the norm of the gradient."""
+    """Return for losses and every parameter how far this trainer is from torch, over the largest value."""
     params = {name: mx.array(value) for name, value in draft_gradients.parameters(family).items()}
     parts, gradients = gradients_of(
         params,
