@@ -62,7 +62,8 @@ class Sizes:
         checkpoint: headers of the model.
         machine: what there is.
         prefill_step: tokens of one prefill chunk; None for the machine's own.
-        draft: where proposals come from: `none`, `lookup`, `mtp` (whose parts are there), `dflash2`, `oracle`.
+        draft: where proposals come from: `none`, `lookup`, `mtp` (whose parts are there), `dflash2` or
+            `oracle`.
         num_draft_tokens: proposals of one cycle.
         own: what the draft takes, for `dflash2`.
 

@@ -1,4 +1,4 @@
-"""A draft of one's own in the engine: plain decode's answer, the gate's decision, nothing shared by requests."""
+"""A draft of one's own in the engine: plain decode's answer, the gate's decision, nothing shared."""
 
 import json
 import shutil
