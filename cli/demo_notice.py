@@ -8,8 +8,8 @@ from cli.model_path import FoundModel
 
 NOTICE = (
     "note: no --model given, so this is the demo model: the real architecture, but tiny. It writes short "
-    "stories, small Python functions and sums, and shows how flashnext works, not what Qwen3.8-Flash-Next can "
-    "do. For real weights: --model DIRECTORY or --model ORG/NAME. This note appears once."
+    "stories, small Python functions and sums, and shows how flashnext works, not what Qwen3.8-Flash-Next "
+    "can do. For real weights: --model DIRECTORY or --model ORG/NAME. This note appears once."
 )
 
 
