@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
+    from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import Plan, PlanRequest
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.engine.ssd_wait_run import Asked, SsdWaitReport
+    from mlx_flashnext.engine.warm_run import FirstAnswers
     from mlx_flashnext.packing import Packed, Verified
     from mlx_flashnext.tokenizer import Tokenizer
 
@@ -178,6 +180,30 @@ def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> Ssd
     return measure_ssd_wait(asked, machine, progress)
 
 
+def _measure_warm_start(
+    directory: Path,
+    request: PlanRequest,
+    prompt: Sequence[int],
+    num_tokens: int,
+    rounds: int,
+    page_cache: CacheState,
+    wrap_source: WrapSource,
+    progress: Progress,
+) -> list[FirstAnswers]:
+    from mlx_flashnext.engine.warm_run import measure_warm_start
+
+    return measure_warm_start(
+        directory,
+        request,
+        prompt,
+        num_tokens,
+        rounds,
+        page_cache,
+        wrap_source=wrap_source,
+        progress=progress,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What commands call below the command line."""
@@ -190,3 +216,4 @@ class Services:
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait
+    measure_warm_start: Callable[..., list[FirstAnswers]] = _measure_warm_start
