@@ -200,6 +200,8 @@ class TraceChecker:
         """
         if self._header is None:
             _refuse("no line at all")
+        if not self.num_answers:
+            _refuse("a header and nothing else: the trace was cut short")
         if self._answer is not None:
             _refuse("the last answer has no end: the trace was cut short")
 

@@ -147,6 +147,12 @@ class Block:
         """Return whether the block can still be committed."""
         return self._state is not None
 
+    def journal_bytes(self) -> int:
+        """Return the bytes that the way back to earlier rows holds; 0 before the block has run."""
+        parts = (*(self._layers or ()), *(() if self._ple is None else (self._ple,)))
+        journals = [part.journal for part in parts if part.journal is not None]
+        return sum(array.nbytes for journal in journals for array in journal.arrays())
+
     def __enter__(self) -> Block:
         return self
 
