@@ -209,10 +209,12 @@ class BenchOptions:
         ),
     ] = "none"
     report: Annotated[
-        Literal["ssd-wait"] | None,
+        Literal["ssd-wait", "warm-start", "verify"] | None,
         typer.Option(
             "--report",
-            help="How long compute stood still for the drive, why, and the bounds.",
+            help="ssd-wait: how long compute stood still for the drive, why, and the bounds. "
+            "warm-start: what the first answer gains by it. "
+            "verify: whether blocks are verified and rolled back as they should be.",
             rich_help_panel=_REPORT,
         ),
     ] = None

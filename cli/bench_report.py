@@ -1,7 +1,8 @@
-"""Runs the SSD wait report: flags to what is measured."""
+"""Runs the reports of `flashnext bench`: flags to what is measured."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from cli.answer import plan_request
@@ -14,6 +15,7 @@ from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
+    from mlx_flashnext.engine.warm_run import FirstAnswers
 
 
 def ssd_wait_report(
@@ -75,3 +77,57 @@ def ssd_wait_report(
         wrap_source=throttled(disk),
     )
     return services.measure_ssd_wait(asked, detect_machine(), console.progress)
+
+
+def warm_start_report(
+    services: Services,
+    console: Console,
+    found: FoundModel,
+    measured: BenchOptions,
+    memory: MemoryOptions,
+    disk: DiskOptions,
+    num_tokens: int,
+) -> "list[FirstAnswers]":
+    """Measure what `--report warm-start` asks for: first answers after a cold and a warm start."""
+    from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
+    from mlx_flashnext.tokenizer import Tokenizer
+
+    prompt = chat_prompts(found.directory, Tokenizer.open(found.directory), demo_tasks()[:1])[0]
+    request = plan_request(memory, found)
+    if request.context_tokens is None:
+        request = replace(request, context_tokens=len(prompt) + num_tokens + 1)
+    return services.measure_warm_start(
+        found.directory,
+        request,
+        prompt,
+        num_tokens,
+        measured.repetitions,
+        disk.page_cache or "cold",
+        throttled(disk),
+        console.progress,
+    )
+
+
+def show_warm_start(console: Console, answers: "list[FirstAnswers]", disk: DiskOptions) -> None:
+    """Write first answers as a table, their ratio to a cold start beside them."""
+    base = answers[0]
+    rows: list[tuple[str, ...]] = []
+    for one in answers:
+        ratios = sorted(
+            (a + b) / (c + d)
+            for a, b, c, d in zip(one.prefill_ns, one.decode_ns, base.prefill_ns, base.decode_ns, strict=True)
+        )
+        rows.append(
+            (
+                one.way,
+                f"{one.median_ns / 1e6:.0f} ms",
+                f"{median(one.prefill_ns) / 1e6:.0f} ms",
+                f"{median(one.decode_ns) / 1e6:.0f} ms",
+                f"{median(one.exposed_wait_ns) / 1e6:.1f} ms",
+                f"{median(ratios):.2f} [{ratios[0]:.2f} to {ratios[-1]:.2f}]",
+                str(one.num_hints),
+            )
+        )
+    console.line(f"first answer after opening; page cache {disk.page_cache or 'cold'}; disk: {disk.label}")
+    headings = ("start", "answer", "prefill", "decode", "waited", "against cold", "named")
+    console.table(headings, rows, right=(1, 2, 3, 4, 5, 6))

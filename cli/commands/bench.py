@@ -1,12 +1,13 @@
 """`flashnext bench`: how fast a model reads and answers here, prefill and decode apart."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from cli.bench_options import BENCH_HINTS, BenchOptions, DiskOptions, counts, drafts_of, shares, words_of
 from cli.bench_output import write_rows
-from cli.bench_report import ssd_wait_report
+from cli.bench_report import show_warm_start, ssd_wait_report, warm_start_report
 from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import Console, as_json_value
 from cli.engine_factory import Services
@@ -16,6 +17,7 @@ from cli.model_path import find_model
 from cli.options import MemoryOptions, ModelOptions
 from cli.parse import parse_whole
 from cli.ssd_wait_output import show_report
+from cli.verify_report import verify_report
 
 REPORT_TOKENS = "16"
 PLAIN_TOKENS = "128"
@@ -46,6 +48,9 @@ def bench(
 
     With --report ssd-wait the same answers are given under several budgets, drafters and hints. Every wait is
     told by its cause, beside the bounds of this drive and of computing alone.
+
+    With --report verify blocks of two proposals, right and wrong, are held against one token at a time: that
+    validates how verification and rollback are integrated, not the quality or speed of any draft.
     """
     if json and measured.output != "md":
         raise UsageProblem(f"Two forms of output: --json and --output {measured.output}", hint="give one")
@@ -55,7 +60,19 @@ def bench(
     if measured.report is not None:
         if form not in ("md", "json"):
             raise UsageProblem(f"A report is a document or a page: --output {form}", hint="md or json")
+        if measured.report == "verify":
+            with Interrupts():
+                return verify_report(services, console, found, memory, disk, as_json=form == "json")
         (num_tokens,) = _one(counts("--n-gen", measured.n_gen or REPORT_TOKENS))
+        if measured.report == "warm-start":
+            with Interrupts():
+                answers = warm_start_report(services, console, found, measured, memory, disk, num_tokens)
+            console.end_progress()
+            if form == "json":
+                console.document([as_json_value(asdict(one)) for one in answers])
+            else:
+                show_warm_start(console, answers, disk)
+            return OK
         budgets = shares("--budgets", measured.budgets)
         hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
         with Interrupts():

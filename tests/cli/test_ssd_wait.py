@@ -107,6 +107,16 @@ def test_figures_of_another_text_are_refused(model, monkeypatch):
     assert DifferentText.__name__ in result.stderr
 
 
+def test_the_gain_of_a_warm_start_is_shown(model):
+    words = ("--report", "warm-start", "-r", "1", "-n", "3", "--slots", "9")
+    document = json.loads(flashnext("bench", "--model", model, *words, "--json").stdout)
+    assert [one["way"] for one in document] == ["cold", "at once", "warmed"]
+    assert [one["num_hints"] > 0 for one in document] == [False, True, True]
+    shown = flashnext("bench", "--model", model, *words)
+    assert shown.exit_code == 0, shown.output
+    assert "against cold" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
