@@ -19,6 +19,7 @@ from typing import cast
 import mlx.core as mx
 
 from drafter.api import Drafter, FeatureDrafter, FeatureRequest, Proposal
+from drafter.errors import DrafterError
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.stats import DraftStatistics
@@ -139,12 +140,14 @@ class Drafting:
         drafter = self._drafter
         if drafter is None or self._refusal is not None or self._failure is not None:
             return NOTHING
-        width = self._governor.width(min(room, drafter.max_proposals()))
-        if width < 1:
-            return NOTHING
-        if self._is_stale:
-            self._wake(self._next_token)
         try:
+            width = self._governor.width(min(room, drafter.max_proposals()))
+            if width < 1:
+                return NOTHING
+            if self._is_stale:
+                self._wake(self._next_token)
+                if self._failure is not None:
+                    return NOTHING
             proposal = drafter.propose(width, draft_sampling(sampler, self.rule))
             check_proposal(proposal, width, self._vocab_size)
         except Exception as error:  # noqa: BLE001  whatever a drafter does wrong, the answer goes on
@@ -196,7 +199,12 @@ class Drafting:
 
     def snapshot(self) -> DraftSnapshot:
         """Return what `restore` needs to come back to this point."""
-        inner = None if self._drafter is None or self._is_stale else self._drafter.snapshot()
+        inner: object | None = None
+        if self._drafter is not None and not self._is_stale:
+            try:
+                inner = self._drafter.snapshot()
+            except Exception as error:  # noqa: BLE001  as in `propose`
+                self._drop(error)
         return DraftSnapshot(inner, self._next_token)
 
     def restore(self, snapshot: DraftSnapshot) -> None:
@@ -207,6 +215,8 @@ class Drafting:
             return
         try:
             self._drafter.restore(snapshot.inner)
+        except DrafterError:
+            self._is_stale = True  # no fault: it was reset since, and begins anew behind a gap
         except Exception as error:  # noqa: BLE001  as in `propose`
             self._drop(error)
 

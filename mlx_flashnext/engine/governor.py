@@ -103,8 +103,10 @@ class Governor:
             num_proposed: its proposals.
             num_accepted: those the target agreed with.
             num_tokens: tokens committed.
-            cycle_ns: wall time from proposing to committing.
+            cycle_ns: wall time from proposing to committing; of a clock that stood still or went back, the
+                least it can tell.
         """
+        cycle_ns = max(1, cycle_ns)
         self._num_measured[num_proposed] += 1
         self._cycle_ns.setdefault(num_proposed, deque(maxlen=_REMEMBERED)).append(cycle_ns)
         plain_ns = self._cost_ns(0)

@@ -39,6 +39,9 @@ from mlx_flashnext.engine.sampler import Sampler, SamplingParams, choose, proces
 from mlx_flashnext.engine.streams import Purpose, draw, stream_keys, uniform
 from mlx_flashnext.model.host import HostSync, to_host
 
+_MOST_MASS = 1.01
+"""A row of probabilities adds up to less, whatever its rounding."""
+
 Rule = Literal["coupled", "delta", "sampled"]
 Asked = Literal["auto", "coupled", "delta", "sampled"]
 
@@ -101,14 +104,21 @@ def check_proposal(proposal: Proposal, max_proposals: int, vocab_size: int) -> N
         DrafterError: says what is wrong; the drafter is faulty.
     """
     k = len(proposal.tokens)
-    wrong = [token for token in proposal.tokens if not 0 <= token < vocab_size]
+    # Numbers of other kinds would reach the model, and the answer.
+    wrong = [token for token in proposal.tokens if type(token) is not int or not 0 <= token < vocab_size]
     if k > max_proposals or wrong:
         fault = f"ids that do not exist: {wrong}" if wrong else f"{k} tokens where {max_proposals} were asked"
         raise DrafterError(f"The drafter proposed {fault}", hint="the answer goes on without it")
     if proposal.law == "point" or not k:
         return
     shapes = [None if rows is None else tuple(rows.shape) for rows in (proposal.row_ids, proposal.row_probs)]
-    if shapes[0] != shapes[1] or shapes[0] is None or len(shapes[0]) != 2 or shapes[0][0] != k:
+    if (
+        shapes[0] != shapes[1]
+        or shapes[0] is None
+        or len(shapes[0]) != 2
+        or shapes[0][0] != k
+        or 0 in shapes[0]
+    ):
         raise DrafterError(
             f"The drafter gave rows of shapes {shapes[0]} and {shapes[1]} for {k} tokens",
             hint="the answer goes on without it",
@@ -186,6 +196,7 @@ def _judge(
     u_Nk = mx.unflatten(uniform(keys), 0, (N, k))
     p_NkV = mx.softmax(scores_NTV[:, :k], axis=-1)
     p_of_Nk = mx.take_along_axis(p_NkV, drafted_Nk[..., None], axis=-1).squeeze(-1)
+    ids_NkK, probs_NkK = _possible(ids_NkK, probs_NkK, drafted_Nk)
     q_of_Nk = mx.where(ids_NkK == drafted_Nk[..., None], probs_NkK, 0.0).sum(axis=-1)
     accept_Nk = _accepts(u_Nk, p_of_Nk, q_of_Nk)
     rest_NkV = _residual(p_NkV, ids_NkK, probs_NkK)
@@ -201,6 +212,21 @@ def _judge(
     ends_NT = mx.unflatten(draw(mx.flatten(ends_NTV, 0, 1), keys), 0, (N, T))
     bits_NT = mx.concatenate([accept_Nk, mx.zeros((N, 1), mx.bool_)], axis=1)
     return mx.stack([bits_NT.astype(mx.uint32), ends_NT], axis=1)
+
+
+def _possible(ids_NkK: mx.array, probs_NkK: mx.array, drafted_Nk: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the rows, but a point mass for a token that cannot have been drawn from its row.
+
+    A faulty drafter may claim anything. A token of no probability would always be accepted; a point mass is
+    exact for any token, however it came about.
+    """
+    drafted_Nk1 = drafted_Nk[..., None].astype(ids_NkK.dtype)
+    q_Nk1 = mx.where(ids_NkK == drafted_Nk1, probs_NkK, 0.0).sum(axis=-1, keepdims=True)
+    # Not a number compares false.
+    is_law_Nk1 = mx.all(probs_NkK >= 0, axis=-1, keepdims=True) & (q_Nk1 > 0)
+    is_law_Nk1 = is_law_Nk1 & (probs_NkK.sum(axis=-1, keepdims=True) < _MOST_MASS)
+    point_K = (mx.arange(ids_NkK.shape[-1]) == 0).astype(mx.float32)
+    return mx.where(is_law_Nk1, ids_NkK, drafted_Nk1), mx.where(is_law_Nk1, probs_NkK, point_K)
 
 
 def _accepts(u: mx.array, p: mx.array, q: mx.array) -> mx.array:

@@ -277,6 +277,54 @@ def test_a_drafter_that_goes_wrong_is_dropped_counted_and_named(
         assert again.end.statistics.draft.num_failures == 0
 
 
+class Refusing(OracleDrafter):
+    """Cannot do one of the things that are asked of it beside proposing."""
+
+    def __init__(self, recorded: Sequence[int], method: str) -> None:
+        super().__init__(recorded, VOCAB)
+        self._method = method
+
+    def max_proposals(self) -> int:
+        return self._answer("max_proposals", super().max_proposals())
+
+    def snapshot(self) -> int:
+        return self._answer("snapshot", super().snapshot())
+
+    def _answer(self, method: str, answer: int) -> int:
+        if method == self._method:
+            raise RuntimeError("not this")
+        return answer
+
+
+@pytest.mark.parametrize("method", ["max_proposals", "snapshot"])
+def test_whatever_a_drafter_cannot_do_costs_nothing_but_the_drafter(tiny_dir: Path, method: str) -> None:
+    prompt = prompt_of(30)
+    with open_tiny(tiny_dir, slots=6, draft_tokens=4) as engine:
+        expected, before = plain(engine, prompt, GREEDY)
+        session = engine.session(Refusing([*prompt, *expected.tokens], method), is_guarded=False)
+        got = answer(session, prompt, GREEDY)
+        assert got.tokens == expected.tokens
+        assert_same_state(session, before)
+        assert got.end.statistics.draft.num_failures == 1
+        assert got.end.statistics.draft.reason == "failed: RuntimeError: not this"
+
+
+def test_a_drafter_that_was_reset_since_a_snapshot_has_not_failed(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module that rested begins anew; going back beyond that is its everyday life."""
+    prompt = prompt_of(40)
+    with open_tiny(tiny_dir, slots=6, draft="mtp", draft_tokens=2) as engine:
+        session = engine.session(is_guarded=False)
+        answer(session, prompt, GREEDY, max_tokens=4)
+        assert session._timeline is not None
+        session._timeline.drafting._wake(0)
+        again = answer(session, [*prompt[:-2], 5], GREEDY, max_tokens=8).end.statistics
+        assert again.reused_tokens > 0
+        assert again.draft.num_proposed > 0
+        assert not caplog.records
+
+
 def test_a_block_waits_as_often_as_one_token(tiny_dir: Path) -> None:
     """One wait per streamed layer and one to verify, whatever the width."""
     prompt = prompt_of(30)

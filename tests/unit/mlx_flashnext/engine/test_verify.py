@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from drafter.api import Proposal
@@ -210,6 +211,28 @@ def test_a_padded_row_counts_a_candidate_once():
         assert judged(logits(2), padded, "sampled", params) == judged(logits(2), plain, "sampled", params)
 
 
+@pytest.mark.parametrize(
+    ("ids", "probs"),
+    [
+        ([5, 6], [0.5, 0.5]),  # the token is not among them
+        ([3, 6], [0.0, 1.0]),
+        ([3, 6], [math.nan, 0.5]),
+        ([3, 6], [0.5, math.nan]),
+        ([3, 6], [-1.0, 0.5]),
+        ([3, 6], [0.5, -1.0]),
+        ([3, 6], [math.inf, 0.0]),
+        ([3, 6], [0.9, 0.9]),
+    ],
+)
+def test_a_row_that_its_token_cannot_come_from_is_judged_as_a_point_mass(ids, probs):
+    """What a drafter claims wrongly must not change what the target says."""
+    faulty = Proposal((3,), "rows", mx.array([ids]), mx.array([probs]))
+    for seed in range(20):
+        params = SamplingParams(seed=seed)
+        delta = judged(logits(2), Proposal((3,)), "delta", params)
+        assert judged(logits(2), faulty, "sampled", params) == delta
+
+
 def test_point_masses_are_their_own_rows():
     ones = Proposal((3, 4), "rows", mx.array([[3], [4]]), mx.ones((2, 1)))
     for seed in range(30):
@@ -277,6 +300,10 @@ def test_no_number_serves_twice_and_none_is_the_drafters(rule, places):
         (Proposal((1, VOCAB)), str(VOCAB)),
         (Proposal((-1, 2)), "-1"),
         (Proposal((1, 2, 3)), "3 tokens where 2"),
+        (Proposal((1, 2.0)), "2.0"),  # type: ignore[arg-type]
+        (Proposal((1, True)), "True"),
+        (Proposal((np.int64(1),)), "1"),  # type: ignore[arg-type]
+        (Proposal((1,), "rows", mx.zeros((1, 0), mx.int32), mx.zeros((1, 0))), r"\(1, 0\)"),
         (Proposal((1, 2), "rows"), "None"),
         (Proposal((1, 2), "rows", mx.zeros((2, 3), mx.int32), mx.zeros((2, 4))), r"\(2, 4\)"),
         (Proposal((1, 2), "rows", mx.zeros((1, 3), mx.int32), mx.zeros((1, 3))), r"\(1, 3\)"),
