@@ -99,7 +99,10 @@ class MtpDrafter:
             stacks.append(stack_TGD[:-1])
         if followers:
             self._target.extend(mx.concatenate(stacks), followers, self._cache)
-        self._last = _LastRow(stack_TGD[-1:], next_token)
+        # Not a slice: that would hold the stacks of the whole chunk, and so would every snapshot.
+        last_1GD = mx.take(stack_TGD, mx.array([num_stacks - 1]), axis=0) if num_stacks > 1 else stack_TGD
+        mx.async_eval(last_1GD)
+        self._last = _LastRow(last_1GD, next_token)
 
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return `k` tokens, each from a cell of its own; none before the first row. See `Drafter`."""

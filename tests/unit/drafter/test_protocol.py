@@ -174,3 +174,24 @@ def test_what_it_is_and_did_are_plain_values(make: Callable[[], Drafter]) -> Non
     assert description["kind"] == drafter.kind
     assert all(isinstance(value, str | int | float) for value in description.values())
     assert drafter.num_bytes() >= 0
+
+
+class SilentView(ListView):
+    """Takes stacks of any size and keeps nothing of them."""
+
+    def extend(self, stack_TGD: mx.array, next_tokens: Sequence[int], cache: ListCache) -> None:
+        pass
+
+
+def test_the_row_that_mtp_holds_back_keeps_no_chunk_in_memory() -> None:
+    drafter, snapshots = MtpDrafter(SilentView()), []  # type: ignore[arg-type]
+    before = mx.get_active_memory()
+    for _ in range(3):
+        stacks = mx.zeros((64, 4, 4096)) + 1
+        mx.eval(stacks)
+        drafter.observe([1] * 64, 1, stacks)
+        snapshots.append(drafter.snapshot())
+        del stacks
+    mx.synchronize()
+    one_row = 4 * 4096 * 4
+    assert mx.get_active_memory() - before < 8 * one_row
