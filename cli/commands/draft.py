@@ -14,7 +14,7 @@ from cli.errors import FAILED, INCOMPATIBLE, INTERRUPTED, OK, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel, find_model
 from cli.options import ModelOptions, SamplingOptions
-from cli.parse import parse_count, parse_number, parse_whole
+from cli.parse import parse_count
 from cli.sampling import sampling_params
 from cli.settings import expanded
 
@@ -31,7 +31,7 @@ _Slots = Annotated[
 ]
 _Context = Annotated[
     int,
-    typer.Option("--ctx-size", "-c", metavar="TOKENS", help="Longest prompt and answer.", parser=parse_count),
+    typer.Option("--ctx-size", "-c", metavar="TOKENS", help="Longest prompt and answer.", min=1),
 ]
 _Captures = Annotated[
     str, typer.Option("--captures", metavar="SET", help="A set that `draft capture` made with this model.")
@@ -99,7 +99,7 @@ def capture(
     ] = "mean",
     held_out: Annotated[
         int,
-        typer.Option("--held-out", metavar="N", help="Hold out one document in N.", parser=parse_count),
+        typer.Option("--held-out", metavar="N", help="Hold out one document in N.", min=1),
     ] = 16,
     tolerance: Annotated[
         float,
@@ -107,7 +107,7 @@ def capture(
             "--tolerance",
             metavar="NUMBER",
             help="Largest difference of a feature between saying and reading a document; 0: none.",
-            parser=parse_number,
+            min=0,
         ),
     ] = 0.0,
     slots: _Slots = None,
@@ -161,16 +161,14 @@ def train(
         str | None,
         typer.Option("--config", metavar="FILE", help="The draft's config.json. Left out: a usual one."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=parse_count)] = 2000,
-    documents: Annotated[
-        int, typer.Option("--documents", metavar="N", help="Of a step.", parser=parse_count)
-    ] = 8,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1)] = 2000,
+    documents: Annotated[int, typer.Option("--documents", metavar="N", help="Of a step.", min=1)] = 8,
     anchors: Annotated[
         int,
-        typer.Option("--anchors", metavar="N", help="Blocks of a document of a step.", parser=parse_count),
+        typer.Option("--anchors", metavar="N", help="Blocks of a document of a step.", min=1),
     ] = 32,
-    rate: Annotated[float, typer.Option("--rate", metavar="NUMBER", parser=parse_number)] = 6e-4,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", parser=parse_whole)] = 0,
+    rate: Annotated[float, typer.Option("--rate", metavar="NUMBER")] = 6e-4,
+    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
     json: _Json = False,
 ) -> int:
     """Train a draft, or go on training it.
@@ -339,11 +337,9 @@ def promote(
     prompts: Annotated[
         str, typer.Option("--prompts", metavar="FILE", help="Prompts to serve, as for `draft capture`.")
     ],
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", help="Of an answer.", parser=parse_count)
-    ] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Of an answer.", min=1)] = 128,
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", help="Answers drawn; 0: none.", parser=parse_whole)
+        int, typer.Option("--samples", metavar="N", help="Answers drawn; 0: none.", min=0)
     ] = 400,
     slots: _Slots = None,
     json: _Json = False,
