@@ -7,8 +7,8 @@
 and slower and faster ones by the factors. Bars: attainment with oracle hints 0.85; random hints cost at most
 1 %; the wait for n-gram rows is below 1 % of a token. near-gate is reported beside them.
 
-`resident`: one slot short of every expert, warmed, with books, prefetcher and near-gate, against a model
-whose experts are all resident. Bar: 0.95 of its decode rate.
+`resident`: one slot short of every expert, warmed, with books and prefetcher, with and without near-gate,
+against a model whose experts are all resident. Bar: 0.95 of its decode rate.
 
 Hints are compared in one engine, forwards and backwards in turns (A/B/B/A); ratios are medians over rounds
 with their spread. The last line of stdout is one JSON document.
@@ -120,25 +120,31 @@ def resident(options: argparse.Namespace) -> dict[str, object]:
         num_experts = probe.plan.num_experts
     prompt = chat_prompts(model, Tokenizer.open(model), demo_tasks()[:1])[0]
     request = PlanRequest(context_tokens=len(prompt) + options.tokens + 1, slots_per_layer=num_experts)
-    near = PlanRequest(request.memory_bytes, request.context_tokens, num_experts - 1, hints="near-gate")
-    ratios: list[float] = []
+    near = PlanRequest(request.memory_bytes, request.context_tokens, num_experts - 1)
+    found: dict[str, list[float]] = {"off": [], "near-gate": []}
     with Engine.open(model, request) as whole, Engine.open(model, near) as streamed:
         for _ in range(MAX_WARM_UPS):
             if answer(streamed.session(), prompt, options.tokens).hit_rate == 1.0:
                 break
         answer(whole.session(), prompt, options.tokens)
         for number in range(options.rounds):
-            times = {"resident": 0, "streamed": 0}
-            for name in ("resident", "streamed", "streamed", "resident"):
+            times = {"resident": 0, "off": 0, "near-gate": 0}
+            for name in ("resident", "off", "near-gate", "near-gate", "off", "resident"):
                 engine = whole if name == "resident" else streamed
-                times[name] += answer(engine.session(), prompt, options.tokens).decode_ns
-            ratios.append(times["resident"] / times["streamed"])
-            print(f"round {number + 1}: {ratios[-1]:.3f}", flush=True)
+                hints = None if name == "resident" else engine.new_hints(name)
+                times[name] += answer(engine.session(hints=hints), prompt, options.tokens).decode_ns
+            for name, ratios in found.items():
+                ratios.append(times["resident"] / times[name])
+            shown = ", ".join(f"{name} {ratios[-1]:.3f}" for name, ratios in found.items())
+            print(f"round {number + 1}: {shown}", flush=True)
         read = streamed.target.store.statistics()
-    ratio = statistics.median(ratios)
-    print(f"decode rate over resident: {ratio:.3f} [{min(ratios):.3f} to {max(ratios):.3f}], bar {RESIDENT}")
-    hints = {outcome.name.lower(): number for outcome, number in read.hints.items() if number}
-    return {"experts": num_experts, "ratio": ratio, "ratios": ratios, "bar": RESIDENT, "hints": hints}
+    for name, ratios in found.items():
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        print(
+            f"decode rate over resident, hints {name}: {middle:.3f} [{low:.3f} to {high:.3f}], bar {RESIDENT}"
+        )
+    outcomes = {outcome.name.lower(): number for outcome, number in read.hints.items() if number}
+    return {"experts": num_experts, "ratios": found, "bar": RESIDENT, "outcomes": outcomes}
 
 
 def main() -> None:

@@ -235,8 +235,10 @@ def _open_target(
     slots = dict.fromkeys(layouts, plan.slots_per_layer)
     banks = SlotBanks(layouts, slots)
     records = {layer: layout.record for layer, layout in layouts.items()}
-    # Guesses leave each layer what the widest block can ask of it at once.
+    # Guesses leave each layer what the widest block can ask of it at once, or half its slots where that is
+    # less: a demand takes the others back, it waits for what is on the wire alone.
     widest = checkpoint.config.num_experts_per_tok * (plan.num_draft_tokens + 1)
+    kept = min(widest, (plan.slots_per_layer + 1) // 2)
     store = ExpertStore(
         records,
         source,
@@ -244,7 +246,7 @@ def _open_target(
         slots=slots,
         policy=plan.policy,
         num_readers=plan.num_readers,
-        limits=PrefetchLimits(max_queued=max(1024, sum(slots.values())), min_exact_slots=widest),
+        limits=PrefetchLimits(max_queued=max(1024, sum(slots.values())), min_exact_slots=kept),
     )
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
