@@ -161,14 +161,16 @@ def train(
         str | None,
         typer.Option("--config", metavar="FILE", help="The draft's config.json. Left out: a usual one."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1)] = 2000,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Of the whole run.", min=1)] = 2000,
     documents: Annotated[int, typer.Option("--documents", metavar="N", help="Of a step.", min=1)] = 8,
     anchors: Annotated[
         int,
         typer.Option("--anchors", metavar="N", help="Blocks of a document of a step.", min=1),
     ] = 32,
-    rate: Annotated[float, typer.Option("--rate", metavar="NUMBER")] = 6e-4,
-    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+    rate: Annotated[
+        float, typer.Option("--rate", metavar="NUMBER", help="The highest learning rate.")
+    ] = 6e-4,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of first parameters and batches.")] = 0,
     json: _Json = False,
 ) -> int:
     """Train a draft, or go on training it.
