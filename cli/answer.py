@@ -213,10 +213,19 @@ def opened(
 
 
 def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions = NO_DRAFT) -> "PlanRequest":
-    """Return what the flags ask of the plan; the demo streams unless a flag says otherwise."""
+    """Return what the flags ask of the plan; the demo streams unless a flag says otherwise.
+
+    Raises:
+        UsageProblem: a draft is named that nothing would read.
+    """
     from mlx_flashnext.demo import DEMO_SLOTS
     from mlx_flashnext.engine.plan import PlanRequest
 
+    if draft.draft_model is not None and draft.draft not in ("dflash2", "auto"):
+        raise UsageProblem(
+            f"Nothing reads --draft-model with --draft {draft.draft}",
+            hint=f"--draft dflash2 --draft-model {draft.draft_model}",
+        )
     slots = memory.slots
     if model.is_demo and slots is None and memory.memory is None:
         slots = DEMO_SLOTS

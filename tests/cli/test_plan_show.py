@@ -48,6 +48,15 @@ def test_the_plan_names_the_largest_context_and_the_smallest_budget(mlx):
     assert "smallest budget" in table
 
 
+@pytest.mark.parametrize("drafter", [[], ["--draft", "lookup"], ["--draft", "mtp"]])
+def test_a_draft_that_nothing_would_read_is_refused(mlx, tmp_path, drafter):
+    refused = flashnext("plan", mlx, "--draft-model", tmp_path, *drafter)
+    assert refused.exit_code == 2
+    assert "Nothing reads --draft-model" in refused.output
+    missing = flashnext("plan", mlx, "--draft-model", tmp_path / "none", "--draft", "auto")
+    assert missing.exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "field", "value"),
     [
