@@ -1,6 +1,5 @@
 """`flashnext draft`: capture what a draft learns from, train it, judge it, and look at any draft."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -366,14 +365,13 @@ def promote(
     )
     if not ladder.prompts:
         raise UsageProblem(f"No prompt in {prompts}", hint="one JSON object a line")
-    opened: Callable[[Path | None], Any] = functools.partial(_engine, context, console, found, slots, CONTEXT)
+
+    def opened(own: Path | None) -> "Engine":
+        kind = "none" if own is None else "dflash2"
+        return _engine(context, console, found, slots, CONTEXT, draft=kind, directory=own)
+
     with Interrupts():
-        rungs = climb(
-            lambda own: opened(draft="none" if own is None else "dflash2", directory=own),
-            directory,
-            ladder,
-            lambda name: console.progress(name, 0, 1),
-        )
+        rungs = climb(opened, directory, ladder, lambda name: console.progress(name, 0, 1))
     console.end_progress()
     has_failed = any(rung.outcome == "failed" for rung in rungs)
     if json:

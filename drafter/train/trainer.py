@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -156,7 +156,8 @@ def load_position(run: Run, config: DraftConfig) -> Position:
     }
     if not run.state.exists():
         return Position(0, params, fresh_state(params))
-    arrays, metadata = mx.load(str(run.state), return_metadata=True)  # type: ignore[misc]
+    loaded = mx.load(str(run.state), return_metadata=True)
+    arrays, metadata = cast("tuple[Params, dict[str, str]]", loaded)
     wanted = {prefix + name for prefix in (PARAMETERS, FIRST, SECOND) for name in params}
     shapes_fit = arrays.keys() == wanted and all(
         arrays[prefix + name].shape == params[name].shape

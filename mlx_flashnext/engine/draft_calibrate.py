@@ -134,4 +134,4 @@ def _features(engine: Engine, stacks: Mapping[int, mx.array], taps: tuple[int, .
     rows = [model.contract(tap + shift, stacks[tap + shift], contraction) for tap in taps]
     features = mx.concatenate(rows, axis=-1).astype(mx.float32)
     fence(engine.target.sync, features)
-    return np.array(features)
+    return cast("Any", np.array(features))

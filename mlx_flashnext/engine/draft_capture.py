@@ -159,7 +159,7 @@ class FeatureTap:
         del stack_TGD
         assert features_RF is not None
         assert len(features_RF) == len(tokens)
-        mx.async_eval(features_RF)
+        mx.async_eval(features_RF)  # pyright: ignore[reportUnknownMemberType]
         self._rows.append(features_RF)
         for token in (*tokens[1:], next_token):
             self._position += 1
@@ -348,7 +348,9 @@ def read_prompts(path: Path, directory: Path, tokenizer: Tokenizer) -> Iterator[
                     f"Line {number} of {path.name} is no prompt: {error}", hint='{"prompt": "..."} a line'
                 ) from None
             messages = asked.messages or [{"role": "user", "content": asked.prompt}]
-            variables = {} if asked.thinking is None else {"enable_thinking": asked.thinking}
+            variables: dict[str, Any] = {}
+            if asked.thinking is not None:
+                variables["enable_thinking"] = asked.thinking
             tokens = tokenizer.encode(template.render(messages, **variables))
             yield Prompt(tokens, asked.label or asked.genre, tokenizer.encode(asked.guess))
 
@@ -435,7 +437,7 @@ def _on_host(engine: Engine, features_RF: mx.array) -> NDArray[Any]:
     """Return features as they are: float32, or bfloat16 as the 16 bits that it is."""
     flat = features_RF if features_RF.dtype == mx.float32 else features_RF.view(mx.uint16)
     fence(engine.target.sync, flat)
-    return np.ascontiguousarray(np.array(flat))
+    return np.ascontiguousarray(cast("NDArray[Any]", np.array(flat)))
 
 
 def _as_float(features: NDArray[Any]) -> NDArray[np.float32]:

@@ -175,7 +175,8 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     stored = {name: value.astype(DTYPES[dtype]) for name, value in here.params.items()}
-    mx.save_safetensors(str(partial / WEIGHTS), stored, {"format": "pt"})
+    place = str(partial / WEIGHTS)
+    mx.save_safetensors(place, stored, {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
     replace_file(partial / CONFIG, _json({**description.config, "dtype": dtype}))
     rows = run.rows()
     training = {
