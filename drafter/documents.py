@@ -14,7 +14,10 @@ MAX_BYTES = 1 << 20
 
 
 class DocumentRefused(Exception):
-    """The bytes are not one plain JSON object; the message is one line."""
+    """The bytes are not one plain JSON object; the message is one line, however long what was wrong is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 500 else message[:497] + "...")
 
 
 def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:

@@ -54,7 +54,10 @@ _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=4)]
 
 
 class TraceRefused(Exception):
-    """A trace cannot be used; one line that says where and why."""
+    """A trace cannot be used; one line that says where and why, however long what was wrong is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 500 else message[:497] + "...")
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):

@@ -204,7 +204,7 @@ def _checked_counts(entry: _Layer, path: Path) -> tuple[float, ...]:
 
 def _unusable(path: Path, why: str) -> PopularityUnusable:
     return PopularityUnusable(
-        f"No warm start from {path.name}: {why}",
+        f"No warm start from {path.name}: {why[:400]}",
         hint="it is written anew at the end of this run",
         file=str(path),
     )

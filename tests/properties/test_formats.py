@@ -1,0 +1,45 @@
+"""Every reader of a format against hostile files: no crash, no hang, no large allocation, no partial load."""
+
+import pytest
+
+from tests.fuzzing import Format, formats, run_cases
+
+CASES = 2000
+NAMES = [
+    "flashnext-trace",
+    "draft contract",
+    "draft calibration",
+    "draft config",
+    "pack manifest",
+    "popularity",
+    "chat",
+    "safetensors header",
+]
+
+
+def test_every_format_is_fuzzed(tmp_path):
+    assert [form.name for form in formats(tmp_path)] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_files_are_read_whole_or_refused(name, tmp_path):
+    form = next(form for form in formats(tmp_path) if form.name == name)
+    assert form.read(form.seeds[0]) is not None
+    counts = run_cases(form, CASES, seed=1)
+    # Neither side is empty: what refuses everything is no reader, what accepts everything reads nothing.
+    assert counts["refused"] > CASES // 4
+    assert sum(counts.values()) == CASES
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (lambda data: int(data), "ValueError"),
+        (lambda data: {}, "loaded in part"),
+        (lambda data: bytearray(80 << 20), "bytes"),
+    ],
+)
+def test_a_bad_reader_is_found(read, what):
+    form = Format("bad", [b'{"a": 1, "b": [2, 3]}'], read, (KeyError,), rewrite=lambda value: b"{}")
+    with pytest.raises(AssertionError, match=what):
+        run_cases(form, 20, seed=1)
