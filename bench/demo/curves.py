@@ -1,6 +1,6 @@
 """Draw the training curves of `log.csv` as `curves.svg`, readable on light and dark pages.
 
-    python -m bench.demo.curves [--log FILE] [--out FILE]
+    python -m bench.demo.curves [--log FILE] [--out FILE] [--table]
 
 Two panels over the tokens seen: the losses of next token and next but one on a logarithmic axis, and the sum
 of the indexers' KL losses.  Vertical lines mark where rows or data changed.  Standard library only.
@@ -17,7 +17,9 @@ from collections.abc import Callable
 HERE = pathlib.Path(__file__).resolve().parent
 WIDTH, PANEL, GAP, LEFT, RIGHT, TOP = 720, 220, 56, 56, 16, 34
 #: Step, and what began there.
-MARKS = [(400, "rows of 512"), (1250, "data of this recipe")]
+MARKS = [(400, "rows of 512"), (1250, "2nd data"), (2400, "3rd"), (2800, "4th"), (3900, "5th")]
+TABLE_EVERY, TABLE_FIRST = 250, (50, 100, 400, 670)
+
 STYLE = """
 text { font: 12px sans-serif; fill: #333 } .title { font-weight: bold }
 .grid { stroke: #ddd } .mark { stroke: #888; stroke-dasharray: 3 3 }
@@ -110,15 +112,15 @@ def draw(rows: list[Row]) -> str:
         TOP,
         "Training loss by tokens seen, nats a token (prompts count a tenth), mean of 50 steps",
         [("loss", "next token", "a"), ("mtp", "next but one (MTP)", "b")],
-        [0.1, 0.2, 0.5, 1, 2, 5, 10],
+        [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10],
         logarithmic=True,
     )
     body += panel(
         rows,
         TOP + PANEL + GAP,
-        "Indexer: KL to the attention's block mass, sum over three layers, nats",
-        [("index", "indexers", "c")],
-        [0, 0.1, 0.2, 0.3, 0.4],
+        "Indexers: KL to the attention's block mass, sum over three layers, nats (first steps: up to 1.9)",
+        [("index", "", "c")],
+        [0, 0.1, 0.2, 0.3, 0.4, 0.5],
         logarithmic=False,
     )
     return (
@@ -129,13 +131,29 @@ def draw(rows: list[Row]) -> str:
     )
 
 
+def table(rows: list[Row]) -> str:
+    """Return some rows in Markdown."""
+    lines = ["| step | tokens | rate | loss | mtp | index |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
+    steps = {*TABLE_FIRST, rows[-1]["step"]}
+    for r in rows:
+        if r["step"] in steps or r["step"] % TABLE_EVERY == 0:
+            figures = f"{r['rate']:.2f} | {r['loss']:.3f} | {r['mtp']:.3f} | {r['index']:.3f}"
+            lines.append(f"| {r['step']:.0f} | {r['millions']:.2f} M | {figures} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Write the picture."""
+    """Write the picture or print the table."""
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--log", type=pathlib.Path, default=HERE / "log.csv")
     ap.add_argument("--out", type=pathlib.Path, default=HERE / "curves.svg")
+    ap.add_argument("--table", action="store_true", help="print some rows of the log as a table instead")
     args = ap.parse_args()
-    args.out.write_text(draw(read_log(args.log)))
+    rows = read_log(args.log)
+    if args.table:
+        print(table(rows))
+    else:
+        args.out.write_text(draw(rows))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ PROMPTS = [
     "Hello!",
     "Who are you?",
     "Tom has 17 apples and buys 25 more. How many apples does he have?",
-    "Lily has 6 boxes with 14 stamps each. She gives 29 to Ben. How many stamps does Lily have now?",
+    "Lily has 64 stamps. She gives 29 to Ben and buys 8 more. How many stamps does Lily have now?",
     "What is 58 + 67?",
     "Write a Python function that returns the sum of the squares of the even numbers in a list.",
     "Write a function that counts the vowels in a string.",

@@ -1,4 +1,4 @@
-"""The demo model that ships with flashnext, a very small `qwen4_exp`; see `MODEL_CARD.md`."""
+"""The demo model that ships with flashnext, a very small `qwen4_exp`; see `CARD.md`."""
 
 import pathlib
 

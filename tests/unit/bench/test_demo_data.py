@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench.demo import chats, code, corpus, heldout, judge, prompts, stories, sums
+from bench.demo import card, chats, code, corpus, curves, heldout, judge, prompts, stories, sums
 from bench.demo.code import Spec
 
 EQUATION = re.compile(r"(\d+) ([+-]) (\d+) = (\d+)")
@@ -214,3 +214,11 @@ def test_what_the_first_run_saw_is_held_out_now_and_not_scored():
         assert not heldout.equation_is_unseen(
             int(b) if op == "+" else int(a), op, int(a) if op == "+" else int(b)
         )
+
+
+def test_the_card_shows_the_measured_figures_and_the_picture_the_log():
+    text = card.CARD.read_text()
+    assert card.filled(text) == text
+    rows = curves.read_log(curves.HERE / "log.csv")
+    assert curves.draw(rows) == (curves.HERE / "curves.svg").read_text()
+    assert curves.table(rows) in (curves.HERE / "README.md").read_text()
