@@ -1,0 +1,82 @@
+"""Recording a real model: the answer is the same, the trace replays without it, a full disk stops only it."""
+
+import io
+
+import pytest
+
+from drafter.oracle import OracleDrafter
+from drafter.record import Cycle, Header
+from drafter.record_check import read_trace
+from drafter.replay import ReplayDrafter, recorded_proposals
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.events import Token
+from mlx_flashnext.engine.recording import Recorder, TraceSettings
+from mlx_flashnext.engine.replay import replay_trace
+from mlx_flashnext.engine.sampler import SamplingParams
+from tests.tiny.checkpoints import build_mlx
+from tests.tiny.engines import greedy, open_tiny, prompt_of
+
+PROMPT = prompt_of(20)
+PARAMS = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=20, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory):
+    with open_tiny(build_mlx(tmp_path_factory.mktemp("tiny")), slots=6, draft_tokens=3) as opened:
+        yield opened
+
+
+def settings(engine: Engine) -> TraceSettings:
+    return TraceSettings("target", "tokenizer", engine.config.vocab_size, 4, keeps_logits=True)
+
+
+def answer(
+    engine: Engine, params: SamplingParams, recorder: Recorder | None = None, drafter=None
+) -> list[int]:
+    recorded = [*PROMPT, *greedy(engine, PROMPT, 12)]
+    drafter = drafter or OracleDrafter(recorded, engine.config.vocab_size, error_rate=0.3)
+    session = engine.session(drafter, is_guarded=False, recorder=recorder)
+    events = session.generate(PROMPT, params, max_tokens=10)
+    return [event.token_id for event in events if isinstance(event, Token)]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
+def test_a_recorded_answer_is_the_same_and_replays_without_the_model(engine, params):
+    stream = io.BytesIO()
+    recorder = Recorder(stream, settings(engine))
+    said = answer(engine, params, recorder)
+    assert said == answer(engine, params)
+    assert recorder.failure == ""
+    stream.seek(0)
+    lines = read_trace(stream)
+    assert isinstance(lines[0], Header)
+    assert [token for line in lines if isinstance(line, Cycle) for token in line.committed] == said
+    assert all(len(line.routes) == 4 for line in lines if isinstance(line, Cycle))
+    stream.seek(0)
+    assert replay_trace(stream).num_committed == len(said)
+    again = ReplayDrafter(recorded_proposals(lines))
+    assert answer(engine, params, drafter=again) == said
+    assert again.num_missing == 0
+
+
+def test_a_stream_that_fails_stops_the_recording_and_not_the_answer(engine):
+    class Full(io.BytesIO):
+        def write(self, data) -> int:
+            if self.tell() > 2000:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    recorder = Recorder(Full(), settings(engine))
+    assert answer(engine, PARAMS[0], recorder) == answer(engine, PARAMS[0])
+    assert "No space left" in recorder.failure
+
+
+def test_an_answer_given_up_has_its_end(engine):
+    stream = io.BytesIO()
+    session = engine.session(recorder=Recorder(stream, settings(engine)))
+    events = session.generate(PROMPT, PARAMS[0], max_tokens=10)
+    while not isinstance(next(events), Token):
+        pass
+    events.close()
+    stream.seek(0)
+    assert sum(isinstance(line, Cycle) for line in read_trace(stream)) == 1
