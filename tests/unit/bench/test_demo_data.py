@@ -1,5 +1,6 @@
 """The demo's data: what is held out stays out of every training turn, and what is taught is true."""
 
+import itertools
 import json
 import random
 import re
@@ -188,6 +189,20 @@ def test_the_prompt_files_are_what_the_generator_gives(path):
     assert path.read_text() == prompts.dumps(prompts.files()[path])
 
 
+def works_out_something_unseen(prompt: dict) -> bool:
+    """Look for signs between the numbers of the question that give the answer over an unseen equation."""
+    numbers = [int(n) for n in NUMBER.findall(prompt["prompt"])]
+    numbers += numbers[: prompt["steps"] + 1 - len(numbers)]  # "b more than a, together" uses a twice
+    for signs in itertools.product("+-", repeat=len(numbers) - 1):
+        total, unseen = numbers[0], False
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            unseen |= heldout.equation_is_unseen(total, sign, number)
+            total += number if sign == "+" else -number
+        if total == prompt["answer"] and unseen:
+            return True
+    return False
+
+
 def test_the_prompts_are_unseen_and_the_two_sets_differ():
     first, sealed = (
         json.loads(path.read_text())[name]
@@ -196,6 +211,8 @@ def test_the_prompts_are_unseen_and_the_two_sets_differ():
     for entries in (first, sealed):
         assert [sum(p["genre"] == g for p in entries) for g in ("sums", "code", "stories")] == [20] * 3
         for p in entries:
+            if p["genre"] == "sums":
+                assert works_out_something_unseen(p)
             if p["genre"] == "code":
                 assert heldout.function_is_unseen(Spec(**p["function"]).key)
             if p["genre"] == "stories":
