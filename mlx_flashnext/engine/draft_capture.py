@@ -312,7 +312,11 @@ def identity_of(engine: Engine, prompts: Sequence[list[int]], request: CaptureRe
 def replay(
     engine: Engine, tokens: Sequence[int], identity: CaptureIdentity
 ) -> tuple[NDArray[Any], NDArray[np.uint16]]:
-    """Read a document as a prompt and return features [R, F], in the target's type, and routes [R, L, K]."""
+    """Read a document as a prompt.
+
+    Returns:
+        features [R, F] in the target's type, and routes [R, L, K]; L is 0 where every expert is in memory.
+    """
     tap = FeatureTap(identity.taps, identity.contraction)
     log = RouteLog()
     hints = Hints(None, engine.config.num_hidden_layers, log)
@@ -320,7 +324,10 @@ def replay(
     for _ in prefill(timeline, tokens, engine.plan.prefill_step, lambda: False, lambda: None):
         pass
     timeline.rest()
-    return _on_host(engine, tap.features()), _routes(log, len(tokens) - 1, identity)
+    features = _on_host(engine, tap.features())
+    if engine.plan.is_resident:
+        return features, np.zeros((len(features), 0, identity.top_k), np.uint16)
+    return features, _routes(log, len(features), identity)
 
 
 def read_prompts(path: Path, directory: Path, tokenizer: Tokenizer) -> Iterator[Prompt]:

@@ -171,7 +171,7 @@ class _Climb:
                     features = (features.astype("u4") << 16).view("f4")
                 if features.tobytes() != document.features.tobytes():
                     return Rung(name, "failed", f"features of document {info.key} differ", {})
-                if identity.route_layers and not engine.plan.is_resident:
+                if routes.size:
                     if (routes != document.routes).any():
                         return Rung(name, "failed", f"routes of document {info.key} differ", {})
                     places += routes.shape[0] * routes.shape[1]

@@ -84,6 +84,24 @@ def test_from_prompts_to_a_draft(target: Path, tmp_path: Path) -> None:
     assert judged.exit_code == 0, judged.output
     assert "tokens a cycle" in judged.stdout
     assert "without its selector" in judged.stdout
+    held_to = ("--captures", tmp_path / "set", "--model", target)
+    short = flashnext("draft", "calibrate", tmp_path / "draft", *held_to)
+    assert short.exit_code == 1
+    assert "4000 are needed" in short.stderr
+    climbed = flashnext(
+        "draft",
+        "promote",
+        tmp_path / "draft",
+        *held_to,
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--samples",
+        0,
+    )
+    assert climbed.exit_code == 1, climbed.output
+    outcomes = [line.split("  ")[0] for line in climbed.stdout.splitlines() if "not reached" in line]
+    assert outcomes[:1] == ["held-out acceptance"], climbed.output
+    assert not json.loads((tmp_path / "draft" / "flashnext-promotion.json").read_text())["is_promoted"]
 
 
 def test_what_cannot_be_done_is_said_in_one_line(target: Path, tmp_path: Path) -> None:
