@@ -204,7 +204,7 @@ CASES = [
     Case("bonus-token", [(2, 2), (2, 0), (2, 2), (2, 2)], seed=11, takes=(None, None, None, 2)),
     Case("coupled-draws", [(3, 3), (3, 1), (2, 0), (2, 2)], DRAWN, "coupled", seed=12),
     Case(
-        "delta-draws", [(3, 3), (3, 3), (2, 1), (2, 2)], replace(DRAWN, temperature=0.375), "delta", seed=13
+        "delta-draws", [(3, 3), (3, 3), (2, 1), (2, 2)], replace(DRAWN, temperature=0.375), "delta", seed=21
     ),
     Case("penalties", [(3, 3), (3, 2), (3, 1)], PENALISED, seed=14),
     Case("rollback-of-features", [(3, 1), (3, 0), (3, 3)], **TWO_TAPS, num_candidates=2, seed=15),
