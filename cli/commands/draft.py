@@ -293,7 +293,8 @@ def calibrate(
 ) -> int:
     """Find out how the draft's features are made, by trying every way on the model's own text.
 
-    What is measured is written beside the draft, and judged at every load.
+    What settles the matter is written beside the draft and judged at every load. What does not is only shown:
+    the gate refuses a draft with a record that settles nothing.
     """
     import msgspec
 
@@ -309,7 +310,8 @@ def calibrate(
         captured = CaptureSet.open(expanded(captures))
         record, faults = try_ways(engine, loaded, captured, progress=_bar(console, "tokens"))
     console.end_progress()
-    replace_file(directory / calibration.FILE, msgspec.json.format(msgspec.json.encode(record), indent=1))
+    if not faults:
+        replace_file(directory / calibration.FILE, msgspec.json.format(msgspec.json.encode(record), indent=1))
     if json:
         console.document(as_json_value({"record": msgspec.to_builtins(record), "faults": faults}))
     else:
@@ -323,7 +325,9 @@ def calibrate(
             for trial in record.trials
         ]
         console.table(("contraction", "taps", "first slot", "prefix"), rows, right=(1, 2, 3))
-        console.line(f"settled: {record.contraction}" if not faults else "settles nothing:")
+        console.line(
+            f"settled: {record.contraction}" if not faults else "settles nothing, so nothing was written:"
+        )
         for fault in faults:
             console.line(f"  {fault}")
     return FAILED if faults else OK
