@@ -32,16 +32,12 @@ from mlx_flashnext.engine.draft_capture import facts_of
 from mlx_flashnext.engine.draft_files import CARD, CONFIG, open_draft
 from mlx_flashnext.engine.draft_target import DraftTarget
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import EngineError, IncompatibleDrafter
+from mlx_flashnext.engine.errors import IncompatibleDrafter, TargetDiffers
 
 WEIGHTS: Final = "model.safetensors"
 TRAINING: Final = "flashnext-training.json"
 DTYPES: Final = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 _PARTIAL: Final = ".partial"
-
-
-class TargetDiffers(EngineError):
-    """A capture set or a run was made with another target build."""
 
 
 @dataclass(frozen=True, slots=True)

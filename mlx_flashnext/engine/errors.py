@@ -8,6 +8,7 @@ EngineError
   InvalidRequest    a value that no run could honour
   MissingDrafter    the checkpoint lacks what the asked drafter is made of
   IncompatibleDrafter  the gate refuses a draft; the message names the first reason
+  TargetDiffers     what was captured or trained belongs to another target build
   EngineClosed      used after `close`
   WrongThread       used on another thread than the one that opened it
 """
@@ -55,6 +56,10 @@ class MissingDrafter(EngineError):
 
 class IncompatibleDrafter(EngineError):
     """A draft does not fit its target. Nothing of it was loaded."""
+
+
+class TargetDiffers(EngineError):
+    """A capture set or a run was made with another target build."""
 
 
 class EngineClosed(EngineError):

@@ -27,7 +27,6 @@ from mlx_flashnext.engine.draft_capture import (
 )
 from mlx_flashnext.engine.draft_promote import Ladder, chi_square, promote
 from mlx_flashnext.engine.draft_training import (
-    TargetDiffers,
     check_build,
     default_config,
     evaluate_draft,
@@ -37,7 +36,7 @@ from mlx_flashnext.engine.draft_training import (
     train_draft,
 )
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import IncompatibleDrafter, InvalidRequest
+from mlx_flashnext.engine.errors import IncompatibleDrafter, InvalidRequest, TargetDiffers
 from mlx_flashnext.engine.events import Finished
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import SamplingParams
