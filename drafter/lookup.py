@@ -68,7 +68,6 @@ class LookupDrafter:
     kind = "lookup"
     law: Law = "point"
     needs_stack = False
-    law: Law = "point"
 
     def __init__(self, capacity_tokens: int, *, min_match: int = MIN_MATCH) -> None:
         self._min_match = min_match

@@ -30,7 +30,6 @@ class OracleDrafter:
     kind = "oracle"
     law: Law = "point"
     needs_stack = False
-    law: Law = "point"
 
     def __init__(
         self, recorded: Sequence[int], vocab_size: int, *, error_rate: float = 0.0, seed: int = 0
