@@ -39,8 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--draft", default="none", help="widths are chosen by time: the two runs then differ")
+    parser.add_argument("--hints", default="off")
     asked = parser.parse_args()
-    request = PlanRequest(slots_per_layer=DEMO_SLOTS, hints="near-gate", draft="lookup", num_draft_tokens=4)
+    request = PlanRequest(slots_per_layer=DEMO_SLOTS, hints=asked.hints, draft=asked.draft)
     with Engine.open(demo_dir(), request) as engine:
         prompt = engine.tokenizer.encode(demo_tasks()[0])
         decode_cpu_s(engine, prompt, 16, is_recording=True)
