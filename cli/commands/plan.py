@@ -57,6 +57,7 @@ def _show(console: Console, found: FoundModel, planned: Planned) -> None:
         ("largest context", f"{plan.max_context_tokens} tokens with these slots"),
         ("", f"{plan.longest_context_tokens} tokens with the fewest slots"),
         ("smallest budget", f"{size(plan.smallest_budget_bytes)} for this context"),
+        ("drafts", f"from {plan.draft}: {plan.draft_reason}" if plan.draft != "none" else "none"),
         ("reading", f"{plan.num_readers} threads, policy {plan.policy}"),
         ("prefill", f"{plan.prefill_step} tokens at a time"),
     )

@@ -61,7 +61,7 @@ class Governor:
         self._cycle_ns: dict[int, deque[int]] = {}
         self._purse_ns: float | None = None
         self._since_plain = 0
-        self._num_drafting = 0
+        self._num_drafting = self._drafting_ns = self._drafted_tokens = 0
         self._num_measured: Counter[int] = Counter()
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
         # Per slot: decayed counts of cycles that proposed it, and of those in which it was accepted.
@@ -119,6 +119,8 @@ class Governor:
         else:
             self._since_plain += 1
             self._num_drafting += 1
+            self._drafting_ns += cycle_ns
+            self._drafted_tokens += num_tokens
             self._learn(num_proposed, num_accepted)
             gained = num_tokens * plain_ns - cycle_ns if plain_ns is not None else 0.0
         if self._purse_ns is not None and plain_ns is not None:
@@ -131,14 +133,12 @@ class Governor:
         if not self.is_resting:
             return None
         plain_ns = self._cost_ns(0)
-        widths = [width for width in self._cycle_ns if width]
-        if plain_ns is None or not widths:
+        if plain_ns is None or not self._num_drafting:
             return None
-        width = max(widths, key=lambda each: len(self._cycle_ns[each]))
-        cost = median(self._cycle_ns[width]) / plain_ns
+        cycles = "1 cycle" if self._num_drafting == 1 else f"{self._num_drafting} cycles"
         return (
-            f"does not pay here: a cycle with {width} proposals costs {cost:.2f} plain steps "
-            f"and commits {1 + sum(self._survival(width)):.2f} tokens"
+            f"does not pay here: {cycles} with proposals took {self._drafting_ns / plain_ns:.2f} plain steps "
+            f"for {self._drafted_tokens} tokens"
         )
 
     def _learn(self, num_proposed: int, num_accepted: int) -> None:

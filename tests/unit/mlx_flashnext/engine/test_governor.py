@@ -110,23 +110,8 @@ def test_the_reason_names_what_was_measured() -> None:
         governor.count(2, 0, 1, 3 * PLAIN_NS)
     assert governor.width(2) == 0
     assert governor.verdict() == (
-        "does not pay here: a cycle with 2 proposals costs 3.00 plain steps and commits 1.52 tokens"
+        "does not pay here: 3 cycles with proposals took 9.00 plain steps for 3 tokens"
     )
-
-
-@pytest.mark.parametrize("wrong_ns", [0, -1, -(10**18)])
-def test_a_clock_that_stands_still_or_goes_back_costs_no_more_than_speculation(wrong_ns: int) -> None:
-    governor = Governor(2)
-    governor.count(0, 0, 1, PLAIN_NS)
-    for _ in range(3):
-        governor.count(2, 0, 1, 3 * PLAIN_NS)
-    for _ in range(40):
-        governor.count(0, 0, 1, wrong_ns)
-    assert governor.verdict()
-    for _ in range(40):
-        governor.count(0, 0, 1, PLAIN_NS)
-    governor.begin_answer()
-    assert governor.width(2) > 0
 
 
 def test_room_bounds_the_width_and_the_first_cycles_are_plain() -> None:
