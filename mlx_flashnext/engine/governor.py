@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-TRY_SHARE: Final = 0.015
+TRY_SHARE: Final = 0.01
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
-OPENING_STEPS: Final = 1.0
+OPENING_STEPS: Final = 0.5
 """Plain steps that an answer may lose before it has gained anything."""
 LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
@@ -152,7 +152,9 @@ class Governor:
                 self.off_reason = f"mean accepted {mean:.2f} over {WATCHED_CYCLES} cycles"
 
     def _best_width(self, most: int) -> int:
-        """Return the width from 1 on with the most tokens a nanosecond; wide until something is known."""
+        """Return the width from 1 on with the most tokens a nanosecond; hopeful of what is not known yet."""
+        # A width is tried after half of it was: what does not pay is found out where it costs least.
+        most = min(most, max(1, 2 * max(self._cycle_ns)))
         least = min(range(1, most + 1), key=lambda width: self._num_measured[width])
         every = EXPLORE_EVERY if self._num_measured[least] < HARDLY_MEASURED else REPROBE_EVERY
         if self._num_drafting % every == every - 1:

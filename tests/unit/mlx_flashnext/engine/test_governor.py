@@ -114,11 +114,13 @@ def test_the_reason_names_what_was_measured() -> None:
     )
 
 
-def test_room_bounds_the_width_and_the_first_cycles_are_plain() -> None:
+def test_room_bounds_the_width_the_first_cycle_is_plain_and_widths_double() -> None:
     governor = Governor(5)
     assert governor.width(5) == 0
     governor.count(0, 0, 1, PLAIN_NS)
-    assert governor.width(5) == 5
+    for width in (1, 2, 4, 5, 5):
+        assert governor.width(5) == width
+        governor.count(width, width, width + 1, PLAIN_NS)
     assert governor.width(2) == 2
     assert governor.width(0) == 0
     assert governor.width(-1) == 0
