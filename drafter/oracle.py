@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import mlx.core as mx
-
 from drafter.api import MAX_PROPOSALS, DraftSampling, Law, Proposal
+from drafter.counted_rows import CountedRows
 from drafter.errors import DrafterError
 
 
-class OracleDrafter:
+class OracleDrafter(CountedRows):
     """Proposes what a recorded run said at the same positions.
 
     Args:
@@ -39,24 +38,15 @@ class OracleDrafter:
                 f"An error rate of {error_rate} in a vocabulary of {vocab_size} cannot be had",
                 hint="give a rate from 0 to 1 and at least two ids",
             )
+        super().__init__()
         self._recorded = tuple(recorded)
         self._vocab_size = vocab_size
         self._error_rate = error_rate
         self._seed = seed
-        self._num_rows = 0
 
     def max_proposals(self) -> int:
         """Return the most tokens that one proposal may have."""
         return MAX_PROPOSALS
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._num_rows = 0
-
-    def observe(self, tokens: Sequence[int], next_token: int, stack_TGD: mx.array | None = None) -> None:
-        """Count rows; what they say is not looked at. See `Drafter`."""
-        del next_token, stack_TGD
-        self._num_rows += len(tokens)
 
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return up to `k` recorded tokens after the anchor, some of them spoiled; see `Drafter`."""
@@ -64,24 +54,6 @@ class OracleDrafter:
         first = self._num_rows + 1
         last = min(first + min(k, MAX_PROPOSALS), len(self._recorded))
         return Proposal(tuple(self._token(position) for position in range(first, last)))
-
-    def snapshot(self) -> int:
-        """Return the number of rows."""
-        return self._num_rows
-
-    def restore(self, snapshot: object) -> None:
-        """Go back to a number of rows.
-
-        Raises:
-            DrafterError: that many rows were never there.
-        """
-        if not isinstance(snapshot, int) or not 0 <= snapshot <= self._num_rows:
-            raise DrafterError("These rows were never observed", hint="observe the text from the start")
-        self._num_rows = snapshot
-
-    def num_bytes(self) -> int:
-        """Return 0: the record is the caller's."""
-        return 0
 
     def describe(self) -> dict[str, object]:
         """Return kind, rate and seed."""

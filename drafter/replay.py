@@ -12,12 +12,12 @@ Source: dflash2.md 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 
 from drafter.api import DraftSampling, FeatureRequest, Law, Proposal
-from drafter.errors import DrafterError
+from drafter.counted_rows import CountedRows
 from drafter.record import Cycle, Line
 
 
@@ -43,7 +43,7 @@ def _proposal(line: Cycle, *, keeps_law: bool) -> Proposal:
     return Proposal(line.proposal, line.proposal_law, ids, values)
 
 
-class ReplayDrafter:
+class ReplayDrafter(CountedRows):
     """Proposes what a recorded run proposed where the sequence had the same length.
 
     Args:
@@ -66,32 +66,16 @@ class ReplayDrafter:
         request: FeatureRequest | None = None,
         needs_stack: bool = False,
     ) -> None:
+        super().__init__()
         self.law: Law = law
         self.needs_stack = needs_stack
         self.feature_request = request
         self.num_missing = 0
         self._proposals = dict(proposals)
-        self._num_rows = 0
 
     def max_proposals(self) -> int:
         """Return the length of the longest recorded proposal."""
         return max((len(proposal.tokens) for proposal in self._proposals.values()), default=0)
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._num_rows = 0
-
-    def observe(
-        self,
-        tokens: Sequence[int],
-        next_token: int,
-        stack_TGD: mx.array | None = None,
-        *,
-        features_RF: mx.array | None = None,
-    ) -> None:
-        """Count rows; what they say is not looked at. See `Drafter`."""
-        del next_token, stack_TGD, features_RF
-        self._num_rows += len(tokens)
 
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return the first `k` tokens recorded at this length; none where nothing was. See `Drafter`."""
@@ -102,24 +86,6 @@ class ReplayDrafter:
             return Proposal(())
         ids, values = (None if each is None else each[:k] for each in (recorded.row_ids, recorded.row_probs))
         return Proposal(recorded.tokens[:k], recorded.law, ids, values)
-
-    def snapshot(self) -> int:
-        """Return the number of rows."""
-        return self._num_rows
-
-    def restore(self, snapshot: object) -> None:
-        """Go back to a number of rows.
-
-        Raises:
-            DrafterError: that many rows were never there.
-        """
-        if not isinstance(snapshot, int) or not 0 <= snapshot <= self._num_rows:
-            raise DrafterError("These rows were never observed", hint="observe the text from the start")
-        self._num_rows = snapshot
-
-    def num_bytes(self) -> int:
-        """Return 0: the record is the caller's."""
-        return 0
 
     def describe(self) -> dict[str, object]:
         """Return kind and counts."""
