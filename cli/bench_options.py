@@ -205,7 +205,7 @@ class BenchOptions:
         typer.Option(
             "--drafts",
             metavar="LIST",
-            help="Who proposes, with the most tokens of a cycle, such as none,mtp:2,oracle:4.",
+            help="Who proposes, with the most tokens of a cycle: none,mtp:2; oracle:4 in a report.",
         ),
     ] = "none"
     report: Annotated[

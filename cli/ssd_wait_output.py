@@ -18,6 +18,11 @@ def show_report(console: Console, report: "SsdWaitReport") -> None:
         console.line(f"{report.conditions.disk}; nothing below is a figure of the drive in this machine")
         console.line()
     _time(console, variants)
+    if any(one.attainment is not None and one.attainment > 1 for one in variants):
+        console.line(
+            "attained above 100%: the bound was measured slower than the run; repeat with more -r, -n"
+        )
+        console.line()
     _waits(console, variants)
     _recall(console, variants)
     _bytes(console, variants)

@@ -67,15 +67,16 @@ def _show(console: Console, found: FoundModel, checkpoint: "Checkpoint", seen: "
         right=(1, 2, 3, 4, 5, 6),
     )
     console.line()
-    best = max((line for line in seen.disk if line.page_cache == "cold"), key=_bandwidth)
-    console.line(f"fastest when cold: --readers {best.rate.num_readers}")
+    best = max((line for line in seen.disk if line.was_cold), key=_bandwidth, default=None)
+    if best is not None:
+        console.line(f"fastest when cold: --readers {best.rate.num_readers}")
     for what in seen.unmeasured:
         console.line(f"not measured: {what}")
 
 
 def _disk_row(line: "DiskLine") -> tuple[str, ...]:
     rate = line.rate
-    state = line.page_cache
+    state = "dropped" if line.page_cache == "cold" and not line.was_cold else line.page_cache
     if line.cached_share is not None:
         state += f", {100 * line.cached_share:.0f}% in memory"
     tails = (rate.read_p50_ns, rate.read_p95_ns, rate.read_p99_ns)

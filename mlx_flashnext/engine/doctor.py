@@ -20,6 +20,8 @@ SECONDS_EACH: Final = 1.5
 MAX_BYTES: Final = 2 << 30
 FEW_RECORDS: Final = 64
 """Fewer records than this say little about a drive."""
+MOST_CACHED: Final = 0.1
+"""Share of pages in memory up to which a read was of the drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class DiskLine:
     rate: DiskRate
     page_cache: str
     cached_share: float | None
+
+    @property
+    def was_cold(self) -> bool:
+        """Return whether the drive is known to have answered: a dropped page may have stayed in memory."""
+        is_known = self.cached_share is not None and self.cached_share <= MOST_CACHED
+        return self.page_cache == "cold" and is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ def _unmeasured(machine: Machine, num_records: int, lines: Sequence[DiskLine]) -
         missing.append("what a wait for the device costs, and wired memory: there is no Metal device here")
     if sys.platform != "linux":
         missing.append("the cold drive: only an administrator can empty the page cache here (sudo purge)")
-    elif any(line.page_cache == "cold" and (line.cached_share or 0.0) > 0.1 for line in lines):
+    elif any(line.page_cache == "cold" and not line.was_cold for line in lines):
         missing.append("the cold drive: pages stayed in memory though they were dropped")
     if num_records < FEW_RECORDS:
         missing.append(f"the drive at rest: the model has {num_records} records, too few to say")

@@ -243,7 +243,7 @@ def _check_replayable(request: Answer, cycles: Sequence[Cycle]) -> None:
     if not cycles:
         raise TraceRefused("cannot be replayed: an answer without a cycle")
     if any(line.target_logits is None for line in cycles):
-        raise TraceRefused("cannot be replayed: no target_logits; it can be verified")
+        raise TraceRefused("cannot be replayed: no target_logits; verify it, or record it with --logits")
 
 
 def _params(request: Answer) -> SamplingParams:

@@ -45,8 +45,21 @@ def test_the_document_has_machine_versions_backend_and_the_models_own_records(mo
 def test_people_see_a_table_and_what_was_not_measured(model):
     result = flashnext("doctor", "--model", model)
     assert result.exit_code == 0, result.output
-    assert "fastest when cold: --readers" in result.stdout
+    cold = [line for line in result.stdout.splitlines() if line.startswith("cold, ")]
+    assert ("fastest when cold: --readers" in result.stdout) == bool(cold)
     assert "not measured: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("share", "row", "advises"), [(0.0, "cold, 0%", True), (1.0, "dropped, 100%", False)]
+)
+def test_readers_are_advised_only_where_the_drive_answered(model, monkeypatch, share, row, advises):
+    """A page that was dropped may have stayed in memory: its rate is not the drive's."""
+    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: share)
+    result = flashnext("doctor", "--model", model)
+    assert row in result.stdout
+    assert ("fastest when cold: --readers" in result.stdout) == advises
+    assert ("the cold drive: pages stayed in memory" in result.stdout) != advises
 
 
 def test_the_rate_is_that_of_the_drive_it_reads_from(model):
