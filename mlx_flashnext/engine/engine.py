@@ -37,7 +37,7 @@ from mlx_flashnext.engine.own_draft import OwnDraft, find_draft
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
-from mlx_flashnext.engine.verify import Asked
+from mlx_flashnext.engine.verify import Asked, resolve_rule
 from mlx_flashnext.engine.warm import WarmStart
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
@@ -365,6 +365,7 @@ class Session:
         engine, plan = self._engine, self._engine.plan
         _check_prompt(prompt, plan)
         params.check_vocabulary(engine.config.vocab_size)
+        resolve_rule(rule, params, "point")  # refused before the conversation's state is touched
         engine.check_usable()
         timeline = self._timeline_for(prompt)
         sampler = Sampler(params, prompt, processors)

@@ -8,6 +8,7 @@ import pytest
 
 from drafter.lookup import LookupDrafter
 from mlx_flashnext.engine.engine import Session
+from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.prefill import SNAPSHOT_MARGIN
 from mlx_flashnext.engine.sampler import SamplingParams
 from tests.parity.test_speculative_equals_plain import answer, assert_same_state
@@ -132,3 +133,13 @@ def test_two_answers_of_one_session_keep_their_snapshots_apart(
         fresh = engine.session()
         assert tokens == reused(fresh, edited)[0]
         assert_same_state(session, fresh)
+
+
+def test_a_refused_rule_leaves_the_conversation_as_it_was(tiny_dir: Path) -> None:
+    with open_tiny(tiny_dir, slots=6) as engine:
+        session, prompt = engine.session(), prompt_of(40)
+        first, _ = reused(session, prompt)
+        before = session.tokens
+        with pytest.raises(InvalidRequest):
+            next(session.generate([*prompt, *first], GREEDY, rule="lucky"))  # type: ignore[arg-type]
+        assert session.tokens == before
