@@ -10,6 +10,7 @@
       WriteFailed                   the operating system refused a write
       SourceFailed                  the operating system refused a read
       SourceChanged                 a file was edited or replaced after its index was read
+      PopularityUnusable            a warm start's file is damaged, or of another model: start cold
       SlotsExhausted                a request needs more slots than can be freed
       WouldBlock                    a `*_nowait` call, or a wait whose time ran out
       WorkerDied                    a reader thread is gone: the store is broken, open it again
