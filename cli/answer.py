@@ -221,11 +221,7 @@ def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions =
     from mlx_flashnext.demo import DEMO_SLOTS
     from mlx_flashnext.engine.plan import PlanRequest
 
-    if draft.draft_model is not None and draft.draft not in ("dflash2", "auto"):
-        raise UsageProblem(
-            f"Nothing reads --draft-model with --draft {draft.draft}",
-            hint=f"--draft dflash2 --draft-model {draft.draft_model}",
-        )
+    _check_draft(draft)
     slots = memory.slots
     if model.is_demo and slots is None and memory.memory is None:
         slots = DEMO_SLOTS
@@ -241,6 +237,23 @@ def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions =
         draft_directory=draft.draft_model,
         num_draft_tokens=draft.num_draft_tokens,
     )
+
+
+def _check_draft(draft: DraftOptions) -> None:
+    """Refuse flags that nothing would read."""
+    if draft.draft_model is not None and draft.draft not in ("dflash2", "auto"):
+        raise UsageProblem(
+            f"Nothing reads --draft-model with --draft {draft.draft}",
+            hint=f"--draft dflash2 --draft-model {draft.draft_model}",
+        )
+    if draft.draft != "none":
+        return
+    given = {
+        f"--num-draft-tokens {draft.num_draft_tokens}": draft.num_draft_tokens is not None,
+        f"--draft-rule {draft.draft_rule}": draft.draft_rule != "auto",
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise UsageProblem(f"Nothing reads {flag} with --draft none", hint=f"--draft lookup {flag}")
 
 
 def show_end(

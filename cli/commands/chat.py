@@ -10,7 +10,7 @@ from cli.console import Console
 from cli.conversation import Conversation, TurnSettings
 from cli.demo_notice import show_demo_notice
 from cli.engine_factory import EngineLike, Services
-from cli.errors import INTERRUPTED, OK, describe
+from cli.errors import INTERRUPTED, OK, CommandError, describe
 from cli.interrupts import Interrupts
 from cli.line_input import LineInput
 from cli.model_path import FoundModel, find_model
@@ -76,19 +76,25 @@ def _banner(found: FoundModel, engine: EngineLike) -> str:
 def _converse(conversation: Conversation, lines: LineInput, console: Console, interrupts: Interrupts) -> int:
     """Answer messages until the input ends. Returns the exit code.
 
-    At a terminal an error is shown and the conversation goes on; in a pipe it ends the command.
+    At a terminal an error is shown and the conversation goes on. In a pipe a command that is refused does not
+    end it either, but is told by the exit code; what goes wrong in an answer does.
     """
-    num_presses = 0
+    num_presses, refused = 0, OK
     while True:
         try:
             interrupts.rearm()
             line = lines.read_message()
             num_presses = 0
             if line is None:
-                return OK
+                return refused
             if line.startswith("/") and not line.startswith("//"):
-                if not conversation.command(line.strip()):
-                    return OK
+                try:
+                    if not conversation.command(line.strip()):
+                        return refused
+                except CommandError as error:
+                    failure = describe(error)
+                    console.failure(failure)
+                    refused = refused or (OK if lines.is_interactive else failure.code)
             elif line.strip():
                 conversation.turn(line[1:] if line.startswith("//") else line, interrupts)
         except KeyboardInterrupt:

@@ -65,6 +65,14 @@ def test_an_unknown_command_is_refused_with_a_near_match(cli):
     assert result.stderr == "error: No such command: /rest\n\nhint: did you mean /reset?\n"
 
 
+@pytest.mark.parametrize("command", ["/rest", "/save", "/save no/such/place.json"])
+def test_a_piped_chat_goes_on_after_a_refused_command_and_tells_in_the_end(cli, command):
+    result = cli.chat("-R", input=f"first\n{command}\nsecond\n", script=THINKING)
+    assert result.stdout == "One.\nTwo.\n"
+    assert "error: " in result.stderr
+    assert result.exit_code in (1, 2)
+
+
 def test_two_slashes_send_text_that_begins_with_one(cli):
     cli.chat(input="//usr/bin is what?\n")
     assert "user\n/usr/bin is what?<|im_end|>" in cli.prompt_text()

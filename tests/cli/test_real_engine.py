@@ -161,3 +161,13 @@ def test_impossible_drafts_are_usage_errors(model, flags, code):
     result = flashnext("run", "--model", model, "hello", "-m", "4", *flags)
     assert result.exit_code == code
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("words", [("run", "hello", "--model"), ("plan", "--model"), ("chat", "--model")])
+@pytest.mark.parametrize("flag", ["--num-draft-tokens 3", "--draft-rule coupled"])
+def test_flags_of_a_drafter_that_is_not_there_are_refused(model, words, flag):
+    """P04, P14: no option is parsed and forgotten."""
+    result = flashnext(*words, model, *flag.split())
+    assert result.exit_code == 2
+    assert f"Nothing reads {flag} with --draft none" in result.stderr
+    assert f"hint: --draft lookup {flag}" in result.stderr
