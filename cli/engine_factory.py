@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from expert_store.source import ByteSource
     from mlx_flashnext.checkpoint import Checkpoint, Inspection
+    from mlx_flashnext.conversion.recipe import Recipe
+    from mlx_flashnext.conversion.writing import Converted
+    from mlx_flashnext.engine.compare import Difference
     from mlx_flashnext.engine.doctor import Examination
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
@@ -174,6 +177,27 @@ def _verify_pack(directory: Path, progress: Progress) -> Verified:
     return verify_pack(directory, progress=progress)
 
 
+def _convert_checkpoint(directory: Path, target: Path, recipe: Recipe, progress: Progress) -> Converted:
+    from mlx_flashnext.conversion.writing import convert_checkpoint
+
+    return convert_checkpoint(directory, target, recipe, progress=progress)
+
+
+def _compare_builds(
+    reference: Path,
+    other: Path,
+    request: PlanRequest,
+    num_prompts: int,
+    num_tokens: int,
+    progress: Progress,
+) -> Difference:
+    from mlx_flashnext.engine.compare import compare_builds
+
+    return compare_builds(
+        reference, other, request, num_prompts=num_prompts, num_tokens=num_tokens, progress=progress
+    )
+
+
 def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> SsdWaitReport:
     from mlx_flashnext.engine.ssd_wait_run import measure_ssd_wait
 
@@ -215,5 +239,7 @@ class Services:
     examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
+    convert_checkpoint: Callable[[Path, Path, Recipe, Progress], Converted] = _convert_checkpoint
+    compare_builds: Callable[[Path, Path, PlanRequest, int, int, Progress], Difference] = _compare_builds
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait
     measure_warm_start: Callable[..., list[FirstAnswers]] = _measure_warm_start

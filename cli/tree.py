@@ -13,6 +13,7 @@ from cli.commands import draft as drafts
 from cli.commands import trace as traces
 from cli.commands.bench import bench
 from cli.commands.chat import chat
+from cli.commands.convert import compare, convert
 from cli.commands.doctor import doctor
 from cli.commands.pack import pack, verify
 from cli.commands.plan import plan
@@ -47,6 +48,15 @@ Examples:
 VERIFY_EXAMPLES = """\
 Examples:
   flashnext verify ./flash-next-pack
+"""
+CONVERT_EXAMPLES = """\
+Examples:
+  flashnext convert Qwen/Qwen3.8-Flash-Next ./flash-next-4bit
+  flashnext convert Qwen/Qwen3.8-Flash-Next-FP8 ./small --experts 3:64 --table nvfp4 --also router=8:64
+"""
+COMPARE_EXAMPLES = """\
+Examples:
+  flashnext compare Qwen/Qwen3.8-Flash-Next ./flash-next-4bit --prompts 2 --tokens 8
 """
 BENCH_EXAMPLES = """\
 Examples:
@@ -90,6 +100,8 @@ app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
 app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
 app.command("pack", cls=CommandPage, epilog=PACK_EXAMPLES)(command(pack))
 app.command("verify", cls=CommandPage, epilog=VERIFY_EXAMPLES)(command(verify))
+app.command("convert", cls=CommandPage, epilog=CONVERT_EXAMPLES)(command(convert))
+app.command("compare", cls=CommandPage, epilog=COMPARE_EXAMPLES)(command(compare))
 app.command("bench", cls=CommandPage, epilog=BENCH_EXAMPLES)(command(bench))
 app.command("doctor", cls=CommandPage, epilog=DOCTOR_EXAMPLES)(command(doctor))
 trace = typer.Typer(

@@ -247,14 +247,17 @@ def record_layout(layer: PackLayer, first: TensorInfo, file_sizes: tuple[int, ..
     return RecordLayout.stacked(layer.layer, layer.num_experts, parts, file_sizes=file_sizes)
 
 
-def shard_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], *, aligned: bool) -> bytes:
+def shard_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]], *, aligned: bool, origin: str = "pt"
+) -> bytes:
     """Return the first bytes of a safetensors file, up to where its data begin.
 
     Args:
         tensors: Name to (dtype tag, shape, bytes), in the order in which the data follow.
         aligned: Let the data begin on a boundary of `ALIGNMENT`; else of 8.
+        origin: What the metadata call the format: readers tell the layouts of `pt` and `mlx` apart by it.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": origin}}
     at = 0
     for name, (dtype, shape, length) in tensors.items():
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + length)}

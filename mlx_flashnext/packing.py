@@ -29,13 +29,11 @@ from expert_store.source import ByteSource, FileSource, read_failed
 from expert_store.staging import StagedDirectory
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, open_checkpoint
+from mlx_flashnext.documents import MAX_DOCUMENT_BYTES, small_documents
 from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
-from mlx_flashnext.regular_file import read_regular
 
 Progress = Callable[[str, int, int], None]
 
-DOCUMENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md")
-MAX_DOCUMENT_BYTES = 128 << 20
 SPOT_CHECKS = 8
 CHUNK_BYTES = 8 << 20
 
@@ -110,7 +108,7 @@ def pack_checkpoint(
             checkpoint.digest,
             [_layer(layout) for layout in checkpoint.expert_layouts(mtp=True).values()],
             _other_tensors(checkpoint),
-            _documents(directory),
+            small_documents(directory, without=(INDEX_NAME, MANIFEST_NAME)),
             lambda done, total: progress("packing", done, total),
         )
         stamps = [(info.path.name, info.size, info.mtime_ns) for info in checkpoint.table.files]
@@ -181,16 +179,6 @@ def _other_tensors(checkpoint: Checkpoint) -> list[TensorInfo]:
     records = ("experts", "mtp experts")
     names = [name for line in checkpoint.account() if line.category not in records for name in line.names]
     return [checkpoint.table.tensors[name] for name in names]
-
-
-def _documents(directory: Path) -> dict[str, bytes]:
-    """Return the small files beside the tensors: config, tokenizer, template, licence. Nothing executable."""
-    found: dict[str, bytes] = {}
-    for path in sorted(directory.iterdir()):
-        is_text = path.suffix in DOCUMENT_SUFFIXES or path.name.startswith("LICENSE")
-        if is_text and path.name not in (INDEX_NAME, MANIFEST_NAME) and path.is_file():
-            found[path.name] = read_regular(path, MAX_DOCUMENT_BYTES)
-    return found
 
 
 def _spot_check(directory: Path, manifest: Manifest) -> None:

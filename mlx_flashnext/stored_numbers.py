@@ -45,6 +45,13 @@ def float32_memory(array: mx.array) -> NDArray[np.float32]:
     return np.frombuffer(array_memory(array), np.float32)
 
 
+def float32_values(raw: memoryview, dtype: str) -> NDArray[np.float32]:
+    """Return stored floats, of any type that safetensors has for them, as float32."""
+    if dtype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
+
+
 def num_not_finite(bits: NDArray[np.unsignedinteger], dtype: str, spec: MatrixSpec | None) -> int:
     """Return how many stored values are NaN or infinite; packed codes never are, coded scales may be NaN.
 

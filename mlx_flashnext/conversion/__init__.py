@@ -1,0 +1,1 @@
+"""Quantises the official weights into an MLX checkpoint, piece by piece. Entry: `writing.py`."""
