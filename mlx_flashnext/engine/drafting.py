@@ -4,8 +4,9 @@ The answer never depends on anything here: a drafter that raises is dropped for 
 named once; one that does not pay rests.
 
 Invariants:
-N1  A drafter in use has observed every row the timeline keeps, once and in order. One that was dropped or
-    rests has seen a gap: it comes back only by `reset`, with the tokens and without the values it missed.
+N1  A drafter in use has observed every row the timeline keeps, once and in order. One that was dropped, or
+    rested for long, has seen a gap: it comes back only by `reset`, with the tokens and without the values it
+    missed. One that rested a while is told what it missed before it is asked anything (`rested.py`).
 N2  A proposal is checked before it is used: tokens of this vocabulary, no more than were asked for.
 
 Source: dflash2.md 4.2, 4.4.
@@ -21,6 +22,7 @@ import mlx.core as mx
 from drafter.api import Drafter, FeatureDrafter, FeatureRequest, Proposal
 from drafter.errors import DrafterError
 from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.rested import RestedRows
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.stats import DraftStatistics
 from mlx_flashnext.engine.verify import Asked, Rule, check_proposal, draft_sampling, resolve_rule
@@ -85,6 +87,7 @@ class Drafting:
         self._governor = governor
         self._vocab_size = vocab_size
         self._is_stale = False
+        self._rested = RestedRows()
         self._next_token = -1
         self._failure: str | None = None
         self._refusal: str | None = None
@@ -100,7 +103,7 @@ class Drafting:
             rows_after: rows of the prompt that come after them; a drafter with a window forgets the early
                 ones.
         """
-        if self._drafter is None or not self._is_watching:
+        if self._drafter is None or not (self._is_watching or self._is_keeping):
             return Wants()
         request = self._request
         if request is not None and request.last_rows is not None and rows_after >= request.last_rows:
@@ -148,6 +151,7 @@ class Drafting:
                 self._wake(self._next_token)
                 if self._failure is not None:
                     return NOTHING
+            self._catch_up(drafter)
             proposal = drafter.propose(width, draft_sampling(sampler, self.rule))
             check_proposal(proposal, width, self._vocab_size)
         except Exception as error:  # noqa: BLE001  whatever a drafter does wrong, the answer goes on
@@ -166,13 +170,17 @@ class Drafting:
             seen: from `Wants.seen`.
         """
         stack_TGD, features_RF = seen
-        self._next_token = next_token
+        told_next, self._next_token = self._next_token, next_token
         if self._drafter is None:
             return
         if not self._is_watching:
-            self._is_stale = True
+            is_kept = self._is_keeping and stack_TGD is not None and self._rested.keep(tokens, stack_TGD)
+            if not is_kept:
+                self._is_stale = True
+                self._rested.clear()
             return
         try:
+            self._catch_up(self._drafter, told_next)
             if self._request is None:
                 self._drafter.observe(tokens, next_token, stack_TGD)
             else:
@@ -202,6 +210,7 @@ class Drafting:
         inner: object | None = None
         if self._drafter is not None and not self._is_stale:
             try:
+                self._catch_up(self._drafter)
                 inner = self._drafter.snapshot()
             except Exception as error:  # noqa: BLE001  as in `propose`
                 self._drop(error)
@@ -211,6 +220,7 @@ class Drafting:
         """Go back with the timeline to where `snapshot` was taken."""
         self._next_token = snapshot.next_token
         self._is_stale = snapshot.inner is None
+        self._rested.clear()
         if self._drafter is None or snapshot.inner is None:
             return
         try:
@@ -243,6 +253,19 @@ class Drafting:
         is_resting = self._governor.is_resting or self._governor.off_reason is not None
         return not self._is_stale and self._refusal is None and (is_free or not is_resting)
 
+    @property
+    def _is_keeping(self) -> bool:
+        """Whether rows are kept for a drafter that rests: stacks are there, features have to be made."""
+        is_for_long = self._refusal is not None or self._governor.off_reason is not None
+        reads_stacks = self._drafter is not None and self._drafter.needs_stack and self._request is None
+        return reads_stacks and self._governor.is_resting and not self._is_stale and not is_for_long
+
+    def _catch_up(self, drafter: Drafter, next_token: int | None = None) -> None:
+        """Tell a drafter that rested what it has missed."""
+        if len(self._rested):
+            tokens, stack_TGD = self._rested.take()
+            drafter.observe(tokens, self._next_token if next_token is None else next_token, stack_TGD)
+
     def _reason(self) -> str | None:
         if self._drafter is None:
             return None
@@ -253,6 +276,7 @@ class Drafting:
         assert self._drafter is not None
         self._num_failures += 1
         self._is_stale = True
+        self._rested.clear()
         self._failure = f"failed: {type(error).__name__}: {error}"
         _log.warning("drafter %s %s", self._drafter.kind, self._failure)
 
@@ -262,6 +286,7 @@ class Drafting:
             return
         try:
             self._drafter.reset()
+            self._rested.clear()
             if not self._drafter.needs_stack and self._tokens:
                 self._drafter.observe(self._tokens, next_token, None)
             self._is_stale, self._next_token = False, next_token

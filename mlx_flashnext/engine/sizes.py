@@ -12,6 +12,7 @@ from drafter.lookup import BYTES_PER_TOKEN
 from mlx_flashnext.banks import MAX_BANK_BYTES, MAX_BANK_ELEMENTS, NUM_ROW_BUFFERS
 from mlx_flashnext.checkpoint import BLOCK_SCALES, Checkpoint, Component, ExpertLayout
 from mlx_flashnext.engine.machine import MIB, Machine
+from mlx_flashnext.engine.rested import MOST_ROWS
 from mlx_flashnext.geometry import (
     FLOAT32_BYTES,
     block_bytes,
@@ -143,8 +144,11 @@ class Sizes:
             return [PlanLine("draft", size, f"lookup: an index of the text, {context} tokens")]
         if self._draft == "mtp":
             cache = qsa_layer_bytes(self._config, buffer_rows(context, None), self._itemsize)
-            size = self._mtp_weights + slots * self._mtp_record + cache
-            return [PlanLine("draft", size, f"mtp: its weights, {slots} experts, its keys and values")]
+            # Rows of a rest are in one array beside their own when the drafter is told of them.
+            rested = 2 * MOST_ROWS * self._config.stack_size * self._itemsize
+            size = self._mtp_weights + slots * self._mtp_record + cache + rested
+            why = f"mtp: its weights, {slots} experts, its keys and values, rows it is told of later"
+            return [PlanLine("draft", size, why)]
         if self._draft == "dflash2" and self._own is not None:
             features = self.prefill_step * self._own.feature_width * self._itemsize
             size = self._own.weights + self._own.context + features

@@ -14,6 +14,7 @@ from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.errors import BudgetTooSmall, InvalidRequest, MissingDrafter
 from mlx_flashnext.engine.machine import GIB, MIB
 from mlx_flashnext.engine.plan import DEFAULT_DRAFT_TOKENS, Plan, PlanRequest, make_plan
+from mlx_flashnext.engine.rested import MOST_ROWS
 from mlx_flashnext.engine.sizes import LOGITS_COPIES
 from mlx_flashnext.geometry import block_bytes, forward_workspace_bytes, qsa_layer_bytes, state_bytes
 from tests.tiny.checkpoints import build_mlx
@@ -68,7 +69,8 @@ def test_the_lines_of_lookup_and_mtp_are_what_they_take(real: Checkpoint) -> Non
     assert layout is not None
     weights = sum(tensor.loaded_bytes(2) for tensor in real.mtp.values())
     cache = qsa_layer_bytes(real.config, 20_224, 2)
-    assert line(mtp, "draft") == weights + 40 * layout.record.record_bytes + cache
+    rested = 2 * MOST_ROWS * 4 * 2560 * 2  # rows of a rest: four streams, kept and once more together
+    assert line(mtp, "draft") == weights + 40 * layout.record.record_bytes + cache + rested
     assert line(mtp, "trunk") == line(lookup, "trunk")
     assert line(mtp, "expert slots") == line(lookup, "expert slots")
 
