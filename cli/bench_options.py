@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -16,7 +17,8 @@ _RATE = re.compile(r"(.*?)\s*(?:/s)?\s*")
 MOST_VALUES = 64
 # `oracle` and `oracle-draft` replay a recorded run, so they need a report.
 BENCH_HINTS = ("off", "frequency", "previous", "random", "near-gate", "oracle", "oracle-draft")
-BENCH_DRAFTS = ("none", "lookup", "mtp", "oracle")
+BENCH_DRAFTS = ("none", "lookup", "mtp", "dflash2", "oracle")
+ALL_DRAFTS = "none,mtp:2,dflash2,lookup:4,oracle"
 
 
 def parse_rate(text: str) -> int:
@@ -170,7 +172,7 @@ class BenchOptions:
             "-n",
             "-g",
             metavar="LIST",
-            help="Tokens to say; 0 for none. Left out: 128, in a report 16.",
+            help="Tokens to say; 0 for none. Left out: 128, in a report 16, in the draft report 64.",
         ),
     ] = None
     n_depth: Annotated[
@@ -201,20 +203,31 @@ class BenchOptions:
         ),
     ] = ""
     drafts: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--drafts",
             metavar="LIST",
-            help="Who proposes, with the most tokens of a cycle: none,mtp:2; oracle:4 in a report.",
+            help="Who proposes, with the most tokens of a cycle: none,mtp:2,dflash2; oracle:4 in a report. "
+            "Left out: none; in the draft report all that there are.",
         ),
-    ] = "none"
+    ] = None
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft-model",
+            metavar="DIR",
+            help="Directory of a draft for dflash2. Left out: the one beside the model.",
+        ),
+    ] = None
     report: Annotated[
-        Literal["ssd-wait", "warm-start", "verify"] | None,
+        Literal["ssd-wait", "warm-start", "verify", "draft"] | None,
         typer.Option(
             "--report",
+            metavar="REPORT",
             help="ssd-wait: how long compute stood still for the drive, why, and the bounds. "
             "warm-start: what the first answer gains by it. "
-            "verify: whether blocks are verified and rolled back as they should be.",
+            "verify: whether blocks are verified and rolled back as they should be. "
+            "draft: what each drafter costs and brings.",
             rich_help_panel=_REPORT,
         ),
     ] = None
@@ -243,6 +256,8 @@ class BenchOptions:
 def drafts_of(text: str) -> list[tuple[str, int]]:
     """Return drafters with the most proposals of a cycle: `none,mtp:2,oracle:4`.
 
+    Without a number it is 4, but for `dflash2` 0, which stands for its whole block.
+
     Raises:
         UsageProblem: not such a list.
     """
@@ -255,7 +270,7 @@ def drafts_of(text: str) -> list[tuple[str, int]]:
             found.append(("none", 0))
             continue
         try:
-            found.append((kind, parse_count(number) if number else 4))
+            found.append((kind, parse_count(number) if number else 0 if kind == "dflash2" else 4))
         except typer.BadParameter as error:
             raise UsageProblem(f"--drafts: {error.message}", hint="write oracle:4") from error
     _check_number("--drafts", len(found))

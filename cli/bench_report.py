@@ -58,7 +58,7 @@ def ssd_wait_report(
     tasks = demo_tasks()
     texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
     prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
-    request = plan_request(memory, found)
+    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
     if request.context_tokens is None:
         request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
     asked = Asked(

@@ -33,6 +33,7 @@ class SpeedRequest:
         depths: tokens in the context before the clock starts.
         repetitions: of each case, after one that is not counted.
         drafts: drafters with the most proposals of a cycle.
+        draft_directory: of the draft of `dflash2`; None for the one beside the model.
         hints: who says what to read ahead.
         seed: of the prompts' salt; None draws one.
     """
@@ -42,6 +43,7 @@ class SpeedRequest:
     depths: Sequence[int]
     repetitions: int
     drafts: Sequence[tuple[str, int]]
+    draft_directory: Path | None
     hints: Sequence[str]
     seed: int | None
 
@@ -81,7 +83,12 @@ def measure_speed(
     first_salt = secrets.randbits(62) if asked.seed is None else asked.seed
     salts = [first_salt + repetition for repetition in range(asked.repetitions)]
     for kind, num_tokens in asked.drafts:
-        own = replace(request, draft=kind, num_draft_tokens=num_tokens or None)
+        own = replace(
+            request,
+            draft=kind,
+            draft_directory=asked.draft_directory,
+            num_draft_tokens=num_tokens or None,
+        )
         with closing(open_measured(services, found, own, disk, console)) as engine:
             for hints in asked.hints:
                 for case in cases:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mlx_flashnext.conversion.writing import Converted
     from mlx_flashnext.engine.compare import Difference
     from mlx_flashnext.engine.doctor import Examination
+    from mlx_flashnext.engine.draft_report_run import Asked as DraftsAsked
+    from mlx_flashnext.engine.draft_report_run import DraftReport
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
@@ -204,6 +206,12 @@ def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> Ssd
     return measure_ssd_wait(asked, machine, progress)
 
 
+def _measure_drafts(asked: DraftsAsked, machine: Machine, progress: Progress) -> DraftReport:
+    from mlx_flashnext.engine.draft_report_run import measure_drafts
+
+    return measure_drafts(asked, machine, progress)
+
+
 def _measure_warm_start(
     directory: Path,
     request: PlanRequest,
@@ -242,4 +250,5 @@ class Services:
     convert_checkpoint: Callable[[Path, Path, Recipe, Progress], Converted] = _convert_checkpoint
     compare_builds: Callable[[Path, Path, PlanRequest, int, int, Progress], Difference] = _compare_builds
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait
+    measure_drafts: Callable[[DraftsAsked, Machine, Progress], DraftReport] = _measure_drafts
     measure_warm_start: Callable[..., list[FirstAnswers]] = _measure_warm_start

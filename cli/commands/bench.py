@@ -5,11 +5,21 @@ from typing import Annotated
 
 import typer
 
-from cli.bench_options import BENCH_HINTS, BenchOptions, DiskOptions, counts, drafts_of, shares, words_of
+from cli.bench_options import (
+    ALL_DRAFTS,
+    BENCH_HINTS,
+    BenchOptions,
+    DiskOptions,
+    counts,
+    drafts_of,
+    shares,
+    words_of,
+)
 from cli.bench_output import write_rows
 from cli.bench_report import show_warm_start, ssd_wait_report, warm_start_report
 from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import Console, as_json_value
+from cli.draft_report import draft_report, show_draft_report
 from cli.engine_factory import Services
 from cli.errors import OK, UsageProblem
 from cli.interrupts import Interrupts
@@ -20,6 +30,7 @@ from cli.ssd_wait_output import show_report
 from cli.verify_report import verify_report
 
 REPORT_TOKENS = "16"
+DRAFT_REPORT_TOKENS = "64"
 PLAIN_TOKENS = "128"
 
 
@@ -51,19 +62,38 @@ def bench(
 
     With --report verify blocks of two proposals, right and wrong, are held against one token at a time: that
     validates how verification and rollback are integrated, not the quality or speed of any draft.
+
+    With --report draft every drafter gives the same greedy answers, the governor off: rates against plain
+    decode, acceptance, what each phase costs, and what it takes of the memory for experts.
     """
     if json and measured.output != "md":
         raise UsageProblem(f"Two forms of output: --json and --output {measured.output}", hint="give one")
     services: Services = context.obj
     form = "json" if json else measured.output
-    drafts, found = drafts_of(measured.drafts), find_model(model.model)
+    drafts = drafts_of(measured.drafts or (ALL_DRAFTS if measured.report == "draft" else "none"))
+    if measured.draft_model is not None and "dflash2" not in dict(drafts):
+        raise UsageProblem(
+            f"Nothing reads --draft-model with --drafts {measured.drafts or 'none'}",
+            hint=f"--drafts none,dflash2 --draft-model {measured.draft_model}",
+        )
+    found = find_model(model.model)
     if measured.report is not None:
         if form not in ("md", "json"):
             raise UsageProblem(f"A report is a document or a page: --output {form}", hint="md or json")
         if measured.report == "verify":
             with Interrupts():
                 return verify_report(services, console, found, memory, disk, as_json=form == "json")
-        (num_tokens,) = _one(counts("--n-gen", measured.n_gen or REPORT_TOKENS))
+        default = DRAFT_REPORT_TOKENS if measured.report == "draft" else REPORT_TOKENS
+        (num_tokens,) = _one(counts("--n-gen", measured.n_gen or default))
+        if measured.report == "draft":
+            with Interrupts():
+                drafted = draft_report(services, console, found, measured, memory, disk, num_tokens, drafts)
+            console.end_progress()
+            if form == "json":
+                console.document(as_json_value(drafted.to_dict()))
+            else:
+                show_draft_report(console, drafted)
+            return OK
         if measured.report == "warm-start":
             with Interrupts():
                 answers = warm_start_report(services, console, found, measured, memory, disk, num_tokens)
@@ -91,6 +121,7 @@ def bench(
         depths=counts("--n-depth", measured.n_depth),
         repetitions=measured.repetitions,
         drafts=drafts,
+        draft_directory=measured.draft_model,
         hints=words_of("--hints", measured.hints or "off", BENCH_HINTS),
         seed=seed,
     )

@@ -31,6 +31,7 @@ from expert_store.store import ExpertStore
 from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
+from mlx_flashnext.engine.laps import NO_LAPS, Laps
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import Verdict, verify
 from mlx_flashnext.experts import StreamedExperts
@@ -110,6 +111,8 @@ class Timeline:
 
     Attributes:
         turns: where turns began, as far as that is kept; snapshots of this timeline and of no other.
+        observer: watches cycles.
+        laps: told where the phases of a cycle end.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Timeline:
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
         self.observer: CycleObserver | None = None
+        self.laps: Laps = NO_LAPS
 
     def consume(self, chunk: Sequence[int], next_token: int, rows_after: int = 0) -> None:
         """Run one prefill chunk: the same forward pass without proposing and verifying.
@@ -161,9 +165,11 @@ class Timeline:
             admit: told what verification kept, says how many of those the answer takes, at least one.
         """
         began_ns = time.perf_counter_ns()
-        target, drafting = self.target, self.drafting
+        target, drafting, laps = self.target, self.drafting, self.laps
         target.experts.owner = self.owner
+        laps.begin()
         proposal = drafting.propose(room, sampler)
+        laps.end("draft")
         tokens = [anchor, *proposal.tokens]
         wants = drafting.wants()
         with self._pass(tokens, is_revocable=True) as block:
@@ -172,11 +178,17 @@ class Timeline:
             )
             assert output.logits is not None
             verdict = verify(output.logits, proposal, sampler, drafting.rule, target.sync)
+            laps.end("verify")
             kept = verdict.tokens[: admit(verdict.tokens)]
+            laps.begin()
             block.commit(len(kept))
+            laps.end("commit", self.state.carried.arrays)
         self._advance(tokens[: len(kept)])
+        laps.begin()
         seen = wants.seen(output, len(kept))
         drafting.observe(tokens[: len(kept)], kept[-1], seen)
+        laps.end("observe")
+        laps.cycle(len(tokens), len(kept))
         took_ns = time.perf_counter_ns() - began_ns
         drafting.count(len(proposal.tokens), min(verdict.accepted, len(kept)), len(kept), took_ns)
         if self.observer is not None:

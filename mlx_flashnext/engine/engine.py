@@ -30,6 +30,7 @@ from mlx_flashnext.engine.events import Event
 from mlx_flashnext.engine.generate import Limits, generate
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.laps import NO_LAPS, Laps
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.mtp_view import open_mtp_view
@@ -143,6 +144,7 @@ class Engine:
         is_guarded: bool = True,
         hints: Hints | None = None,
         recorder: "AnswerObserver | None" = None,
+        laps: Laps = NO_LAPS,
     ) -> "Session":
         """Return a new, empty timeline.
 
@@ -151,12 +153,13 @@ class Engine:
             is_guarded: False proposes as many tokens as may be, whether that pays or not.
             hints: who says what to read ahead, instead of the kind that was planned; the session's own.
             recorder: writes the cycles down.
+            laps: told where the phases of its cycles end.
         """
         self.check_usable()
         hints = hints or self.new_hints(self.plan.hints)
         if recorder is not None:
             hints = recorder.listen(hints)
-        return Session(self, drafter, is_guarded=is_guarded, hints=hints, recorder=recorder)
+        return Session(self, drafter, is_guarded=is_guarded, hints=hints, recorder=recorder, laps=laps)
 
     def check_usable(self) -> None:
         """Raise EngineClosed after `close`, and WrongThread on any thread but the one that opened it."""
@@ -309,9 +312,11 @@ class Session:
         is_guarded: bool,
         hints: Hints | None = None,
         recorder: AnswerObserver | None = None,
+        laps: Laps = NO_LAPS,
     ) -> None:
         self._engine = engine
         self._recorder = recorder
+        self._laps = laps
         self._drafter = drafter
         self._hints = hints
         self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
@@ -370,7 +375,7 @@ class Session:
         timeline = self._timeline_for(prompt)
         sampler = Sampler(params, prompt, processors)
         timeline.drafting.begin_answer(prompt, rule, sampler)
-        timeline.observer = self._recorder
+        timeline.observer, timeline.laps = self._recorder, self._laps
         if self._recorder is not None:
             self._recorder.begin_answer(timeline, prompt, sampler)
         target = engine.target

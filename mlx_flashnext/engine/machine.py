@@ -91,6 +91,16 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def forget_array_peak() -> None:
+    """Begin a new peak of MLX's arrays: `peak_array_bytes` counts from here on."""
+    mx.reset_peak_memory()
+
+
+def peak_array_bytes() -> int:
+    """Return the most bytes that MLX's arrays have taken at a time since `forget_array_peak`."""
+    return mx.get_peak_memory()
+
+
 def detect_machine() -> Machine:
     """Describe the machine this process runs on."""
     memory = psutil.virtual_memory()
