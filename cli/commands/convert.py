@@ -10,7 +10,6 @@ from cli.engine_factory import Services
 from cli.errors import OK, UsageProblem
 from cli.model_path import find_model
 from cli.options import MemoryOptions
-from cli.parse import parse_count
 from cli.settings import expanded
 
 if TYPE_CHECKING:
@@ -83,11 +82,9 @@ def compare(
     reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="The build to compare with.")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The build to judge.")],
     memory: MemoryOptions,
-    num_prompts: Annotated[
-        int, typer.Option("--prompts", metavar="N", help="Prompts to answer.", parser=parse_count)
-    ] = 4,
+    num_prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Prompts to answer.", min=1)] = 4,
     num_tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", help="Most tokens of an answer.", parser=parse_count)
+        int, typer.Option("--tokens", metavar="N", help="Most tokens of an answer.", min=1)
     ] = 16,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, StoredTensor
+from mlx_flashnext.checkpoint.quantization import AFFINE_GROUPS, MICRO_SCALED
 from mlx_flashnext.config import Fp8Blocks, QuantSpec
 from mlx_flashnext.conversion.recipe import Recipe, spell
 from mlx_flashnext.conversion.values import Blocks, Decoder, Output, Plain, Scaled
@@ -170,10 +171,11 @@ def _table(checkpoint: Checkpoint, spec: QuantSpec | None, scale: float | None) 
 
 def _check_group(what: str, spec: QuantSpec, name: str, width: int) -> None:
     if width % spec.group_size:
-        fitting = [str(group) for group in (16, 32, 64, 128) if width % group == 0]
+        fitting = [f"groups of {group}" for group in AFFINE_GROUPS if width % group == 0]
+        fitting += [mode for mode, (_, group) in MICRO_SCALED.items() if width % group == 0]
         raise UnsupportedCheckpoint(
             f"Group size {spec.group_size} does not divide {name}: {width}",
-            hint=f"choose another for {what}: {' or '.join(fitting) or 'none fits, keep them plain'}",
+            hint=f"choose another for {what}: {', '.join(fitting) or 'nothing fits'}, or none",
             group_size=spec.group_size,
             width=width,
         )

@@ -1,5 +1,6 @@
-"""Packs a checkpoint in a process of its own, which ends itself with SIGKILL at the n-th act that touches the
-disk: `python -m tests.faults.pack_worker SOURCE TARGET [N]`. Prints the number of acts when it gets through.
+"""Packs or converts a checkpoint in a process of its own, which ends itself with SIGKILL at the n-th act that
+touches the disk: `python -m tests.faults.pack_worker pack|convert SOURCE TARGET [N]`. Prints the number of
+acts when it gets through.
 
 An act is a write (which dies half written), a flush, a rename or a removal, once before and once after.
 """
@@ -14,7 +15,8 @@ from typing import Any
 from expert_store import pack_writer, staging
 from mlx_flashnext import packing
 
-KILL_AT = int(sys.argv[3]) if len(sys.argv) > 3 else -1
+WORK, SOURCE, TARGET = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+KILL_AT = int(sys.argv[4]) if len(sys.argv) > 4 else -1
 acts = 0
 
 
@@ -56,5 +58,12 @@ Path.rename = deadly(Path.rename)
 Path.unlink = deadly(Path.unlink)
 Path.mkdir = deadly(Path.mkdir)
 
-packing.pack_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))
+if WORK == "pack":
+    packing.pack_checkpoint(SOURCE, TARGET)
+else:
+    from mlx_flashnext.conversion import writing
+    from mlx_flashnext.conversion.recipe import Recipe
+
+    writing.write_all = deadly_write
+    writing.convert_checkpoint(SOURCE, TARGET, Recipe())
 sys.stdout.write(f"{acts}\n")

@@ -45,7 +45,8 @@ def whole(source, tmp_path_factory) -> Path:
 
 
 def work(source: Path, target: Path, *kill_at: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.faults.pack_worker", str(source), str(target), *map(str, kill_at)]
+    words = ["-m", "tests.faults.pack_worker", "pack", source, target, *kill_at]
+    command = [sys.executable, *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
