@@ -17,6 +17,7 @@ Source: dflash2.md 1.4 to 1.11, 2.1 to 2.6.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,10 @@ from drafter.context import ContextSnapshot, DraftContext
 from drafter.errors import DrafterError
 from drafter.fuse import fuse
 from drafter.layers import Params
-from drafter.live import LiveCounts
+from drafter.live import LiveCounts, check_live, idle_selector
 from drafter.selector import Path, best_tokens, candidates, project, unary_logits, walk
+
+_log = logging.getLogger(__name__)
 
 # Below it the engine's sampler is greedy, and a row's law a point.
 GREEDY_BELOW = 1e-6
@@ -49,6 +52,7 @@ class Dflash2Options:
         stop_ids: a proposal ends with the first of them.
         slack: rows kept beyond the window.
         capacity_tokens: tokens that a sequence may have, if they were planned.
+        use_selector: False proposes every slot's best logit, as v1 does, to measure what it is worth.
     """
 
     full_block: bool = True
@@ -57,6 +61,7 @@ class Dflash2Options:
     stop_ids: Collection[int] = ()
     slack: int = RING_SLACK
     capacity_tokens: int | None = None
+    use_selector: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +108,12 @@ class Dflash2Drafter:
         digest: str = "",
     ) -> None:
         self.kind: str = config.family
-        self.law: Law = "rows" if config.has_selector and not _is_greedy(options) else "point"
+        self._options = options or Dflash2Options()
+        self._walks = config.has_selector and self._options.use_selector
+        self.law: Law = "rows" if self._walks and not _is_greedy(self._options) else "point"
         self.counts = LiveCounts()
         self._params, self._config, self._target, self._draw = params, config, target, draw
         self._dtype, self._digest = dtype, digest
-        self._options = options or Dflash2Options()
         self._context = DraftContext(
             params,
             config,
@@ -119,6 +125,7 @@ class Dflash2Drafter:
         self.feature_request = FeatureRequest(config.taps, contraction, last_rows)
         self._anchor: int | None = None
         self._num_pending = 0
+        self._is_idle_said = False
 
     def max_proposals(self) -> int:
         """Return the most tokens that one proposal may have."""
@@ -168,8 +175,11 @@ class Dflash2Drafter:
         draft without selector always takes the best logits: independent draws accept far less.
 
         Raises:
-            DrafterError: `sampling.position` is not the one after the anchor: a row was lost or came twice.
+            DrafterError: `sampling.position` is not the one after the anchor, a row was lost or came twice;
+                or what was counted so far says that this draft is defective (G22).
         """
+        for reason in check_live(self.counts):
+            raise DrafterError(reason.message, hint=reason.hint)
         k = min(k, self.max_proposals())
         if k <= 0 or self._anchor is None:
             return Proposal(())
@@ -193,6 +203,7 @@ class Dflash2Drafter:
             num_slots=self.counts.num_slots + k,
             num_overrides=self.counts.num_overrides + sum(row[0] != row[1] for row in rows),
         )
+        self._say_idle()
         self._num_pending = kept
         confidence = tuple(float(row[2]) for row in rows[:kept])
         if self._temperature(sampling) == 0:
@@ -267,7 +278,7 @@ class Dflash2Drafter:
         hidden_kH = hidden[0, 1 : k + 1]
         logits = unary_logits(config, self._target.head, hidden_kH, self._options.num_ids)
         best_k = mx.argmax(logits, axis=-1)
-        if not config.has_selector:
+        if not self._walks:
             path = best_tokens(logits)
             return path, best_k, _is_broken(logits, path.scores)
         path = walk(
@@ -282,11 +293,18 @@ class Dflash2Drafter:
         return path, best_k, _is_broken(logits, path.scores)
 
     def _temperature(self, sampling: DraftSampling) -> float:
-        if sampling.temperature < GREEDY_BELOW or not self._config.has_selector:
+        if sampling.temperature < GREEDY_BELOW or not self._walks:
             return 0.0
         wanted = self._options.temperature
         wanted = sampling.temperature if wanted is None else wanted
         return 0.0 if wanted < GREEDY_BELOW else wanted
+
+    def _say_idle(self) -> None:
+        """Say once that the selector does nothing, if that is so."""
+        idle = idle_selector(self.counts) if self._walks and not self._is_idle_said else None
+        if idle is not None:
+            self._is_idle_said = True
+            _log.warning("%s: %s", idle.code, idle.message)
 
     def _count_accepted(self, num_accepted: int) -> None:
         """Count the cycle that these rows end, if a proposal began it."""
@@ -302,9 +320,9 @@ class Dflash2Drafter:
         self._num_pending = 0
 
 
-def _is_greedy(options: Dflash2Options | None) -> bool:
+def _is_greedy(options: Dflash2Options) -> bool:
     """Return whether proposals are never drawn, whatever the target does."""
-    return options is not None and options.temperature is not None and options.temperature < GREEDY_BELOW
+    return options.temperature is not None and options.temperature < GREEDY_BELOW
 
 
 def _is_broken(*values: mx.array) -> mx.array:

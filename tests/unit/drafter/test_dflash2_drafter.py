@@ -410,6 +410,10 @@ def test_a_value_that_is_no_number_withholds_the_block_and_is_counted() -> None:
             assert session.propose() == Proposal(())
             assert session.drafter.counts.num_broken == 1
             assert [reason.code for reason in check_live(session.drafter.counts)] == ["G22"]
+            session.drafter.reset()  # another answer of the same session
+            session.num_rows = 0
+            with pytest.raises(DrafterError, match="values that are no numbers"):
+                session.observe(20).propose()
 
 
 def test_what_was_proposed_and_kept_is_counted_by_cycle() -> None:
@@ -428,14 +432,16 @@ def test_what_was_proposed_and_kept_is_counted_by_cycle() -> None:
     assert (about["cycles"], about["accepted"]) == (3, 10)
 
 
-def test_overrides_follow_the_emitted_path() -> None:
+def test_overrides_follow_the_emitted_path(caplog: pytest.LogCaptureFixture) -> None:
     config, params = draft_config(), random_parameters(draft_config())
     idle = params | {"candidate_selector.successor_codebook": mx.zeros((VOCAB, 8))}
     session = Session(config, params=idle).observe(30)
     while session.drafter.counts.num_slots < 200:
         session.propose()
         session.observe(1)
+    session.propose()
     assert session.drafter.counts.num_overrides == 0
+    assert [record.message[:4] for record in caplog.records] == ["G22:"], "said, and said once"
     warning = idle_selector(session.drafter.counts)
     assert warning is not None
     assert warning.consequence == "warn"
@@ -448,6 +454,22 @@ def test_a_draft_that_is_never_right_is_disabled_and_a_hard_prompt_is_not() -> N
     assert [reason.code for reason in check_live(never)] == ["G22"]
     assert check_live(dataclasses.replace(never, num_cycles=199)) == ()
     assert check_live(dataclasses.replace(never, num_accepted=10)) == ()
+    session = Session().observe(30)
+    session.drafter.counts = never
+    with pytest.raises(DrafterError, match="a defect, not a hard prompt"):
+        session.propose()
+
+
+def test_without_its_selector_a_draft_proposes_the_best_logits() -> None:
+    """What the selector is worth is measured against the same weights without it."""
+    off, whole = Session(use_selector=False).observe(30), Session().observe(30)
+    assert off.drafter.law == "point"
+    greedy, warm = off.propose(), off.propose(temperature=1.0)
+    assert values(greedy) == values(warm)
+    assert greedy.tokens != whole.propose().tokens
+    assert off.drafter.counts.num_overrides == 0
+    flat = random_parameters(draft_config()) | {"candidate_selector.successor_codebook": mx.zeros((VOCAB, 8))}
+    assert Session(params=flat).observe(30).propose().tokens == greedy.tokens
 
 
 def test_version_one_proposes_the_best_logit_whatever_the_temperature() -> None:
