@@ -8,6 +8,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.cached import lacking, repositories
 from cli.errors import CommandError, UsageProblem
 from cli.settings import expanded, hub_cache
 
@@ -57,6 +58,7 @@ def find_model(name: str | None) -> FoundModel:
     if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
         snapshot = _snapshot(hub_cache() / f"models--{hub_id.replace('/', '--')}", revision)
         if snapshot is not None:
+            _check_complete(snapshot, name)
             return FoundModel(snapshot, hub_id)
     raise CommandError(f"No such model on this machine: {name}", hint=_advice(name, hub_id))
 
@@ -75,11 +77,7 @@ def chosen_model(argument: str | None, option: str | None) -> FoundModel:
 
 def cached_models() -> list[str]:
     """Return the Hub ids in the local cache, sorted."""
-    cache = hub_cache()
-    if not cache.is_dir():
-        return []
-    folders = (entry.name.removeprefix("models--") for entry in cache.glob("models--*") if entry.is_dir())
-    return sorted(folder.replace("--", "/", 1) for folder in folders if "--" in folder)
+    return sorted(repo for repo, _ in repositories())
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -125,6 +123,17 @@ def _snapshot(folder: Path, revision: str) -> Path | None:
     return max(matches, key=lambda entry: entry.stat().st_mtime, default=None)
 
 
+def _check_complete(snapshot: Path, name: str) -> None:
+    """Refuse a download that was cut short, with what completes it (FIELD P84)."""
+    missing, num_files = lacking(snapshot)
+    if missing:
+        raise CommandError(
+            f"The download of {name} is not complete: {len(missing)} of {num_files} data files are not here, "
+            f"such as {missing[0]}",
+            hint=f"flashnext pull {name} goes on with it",
+        )
+
+
 def _advice(name: str, hub_id: str) -> str:
     known = cached_models()
     near = difflib.get_close_matches(hub_id, known, n=1) or [
@@ -133,5 +142,5 @@ def _advice(name: str, hub_id: str) -> str:
     if near:
         return f"did you mean {near[0]}?"
     if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return f"download it with: hf download {hub_id}"
+        return f"flashnext pull {hub_id} fetches it"
     return "give a directory, a Hub id that is in the local cache, or nothing for the demo model"

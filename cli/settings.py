@@ -8,6 +8,7 @@ NO_COLOR                as --no-color
 FORCE_COLOR             colour even in a pipe or a file, unless NO_COLOR is set
 TERM=dumb               no progress lines; no colour, unless FORCE_COLOR is set
 HF_HUB_CACHE, HF_HOME   where the local Hugging Face cache is
+HF_ENDPOINT, HF_TOKEN   where the Hub is, and who asks; HF_HUB_OFFLINE forbids asking
 
 A flag goes before its variable. Hub locations are Hugging Face's own variables, so that users' caches
 are found where they already are.
@@ -31,14 +32,14 @@ def expanded(name: str) -> Path:
 
 
 def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of the local Hugging Face cache."""
+    """Return the directory of the local Hugging Face cache, as huggingface_hub finds it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if value := environment.get(name):
-            return expanded(value)
+            return expanded(os.path.expandvars(value))
     if value := environment.get("HF_HOME"):
-        return expanded(value) / "hub"
+        return expanded(os.path.expandvars(value)) / "hub"
     caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(caches) / "huggingface" / "hub"
+    return expanded(os.path.expandvars(caches)) / "huggingface" / "hub"
 
 
 def popularity() -> Path:
@@ -51,6 +52,11 @@ def popularity() -> Path:
 def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether progress may be shown at all."""
     return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"
+
+
+def wants_download_progress(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a download may show progress: Hugging Face's own variable can forbid it."""
+    return environment.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def wants_colour(*, is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:

@@ -15,6 +15,7 @@ from cli.commands.bench import bench
 from cli.commands.chat import chat
 from cli.commands.convert import compare, convert
 from cli.commands.doctor import doctor
+from cli.commands.hub import list_models, pull, remove
 from cli.commands.pack import pack, verify
 from cli.commands.plan import plan
 from cli.commands.run import run
@@ -41,6 +42,21 @@ Examples:
   flashnext show ./my-checkpoint --json
 """
 
+PULL_EXAMPLES = """\
+Examples:
+  flashnext pull ORG/NAME --dry-run
+  flashnext pull ORG/NAME && flashnext run --model ORG/NAME "Why is the sky blue?"
+"""
+LIST_EXAMPLES = """\
+Examples:
+  flashnext list
+  flashnext list --json
+"""
+RM_EXAMPLES = """\
+Examples:
+  flashnext rm ORG/NAME
+  flashnext rm ORG/NAME@1a2b3c4d --yes
+"""
 PACK_EXAMPLES = """\
 Examples:
   flashnext pack Qwen/Qwen3.8-Flash-Next ./flash-next-pack
@@ -98,6 +114,10 @@ app.command("generate", cls=CommandPage, epilog=RUN_EXAMPLES, hidden=True)(comma
 app.command("chat", cls=CommandPage, epilog=CHAT_EXAMPLES)(command(chat))
 app.command("plan", cls=CommandPage, epilog=PLAN_EXAMPLES)(command(plan))
 app.command("show", cls=CommandPage, epilog=SHOW_EXAMPLES)(command(show))
+app.command("pull", cls=CommandPage, epilog=PULL_EXAMPLES)(command(pull))
+app.command("list", cls=CommandPage, epilog=LIST_EXAMPLES)(command(list_models))
+app.command("ls", cls=CommandPage, epilog=LIST_EXAMPLES, hidden=True)(command(list_models))
+app.command("rm", cls=CommandPage, epilog=RM_EXAMPLES)(command(remove))
 app.command("pack", cls=CommandPage, epilog=PACK_EXAMPLES)(command(pack))
 app.command("verify", cls=CommandPage, epilog=VERIFY_EXAMPLES)(command(verify))
 app.command("convert", cls=CommandPage, epilog=CONVERT_EXAMPLES)(command(convert))

@@ -8,7 +8,7 @@ from cli.command import FOREIGN_FLAGS
 from cli.reference import REFERENCE, render_reference
 from cli.tree import app
 
-COMMANDS = ["run", "chat", "plan", "show", "bench", "doctor"]
+COMMANDS = ["run", "chat", "plan", "show", "pull", "list", "rm", "bench", "doctor"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -74,7 +74,7 @@ def test_a_directory_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
     ("name", "message", "hint"),
     [
         ("org/names", "No such model on this machine: org/names", "did you mean org/name?"),
-        ("other/thing", "No such model", "hf download other/thing"),
+        ("other/thing", "No such model", "flashnext pull other/thing"),
         ("./missing", "No such model", "directory"),
         ("/missing/too", "No such model", "directory"),
         ("nonsense", "No such model", "directory"),
