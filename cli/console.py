@@ -195,6 +195,12 @@ class Console:
         """Write a line of a report to stdout."""
         _write(sys.stdout, printable(text) + "\n")
 
+    def wrapped(self, text: str) -> None:
+        """Write a sentence of a report to stdout; on a terminal no word is cut in two."""
+        if self.out_is_terminal:
+            text = textwrap.fill(printable(text), _terminal_width(), break_long_words=False)
+        self.line(text)
+
     def progress(self, label: str, done: int, total: int, *, is_bytes: bool = False) -> None:
         """Show how far something has come, on a terminal, once it takes longer than a moment."""
         if not self._may_progress:

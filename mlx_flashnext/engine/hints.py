@@ -145,6 +145,8 @@ class Hints:
             self._stop(error)
             return HandOver()
         self.num_guesses += len(hints)
+        if self._log is not None:
+            self._log.guessed(guesses)
         return HandOver(hints, furthest)
 
     def _stop(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 Rows = list[list[int]]
 """Expert ids of every row of a pass, K each."""
+Guesses = Sequence[tuple[int, int, float, int]]
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class Pass:
         num_rows: tokens in it.
         num_kept: rows that were committed; 0 while it runs, and for good if it failed.
         routes: the rows' experts by layer, in the order in which layers ran.
+        guesses: what was handed over while it ran: (layer, expert, confidence, passes ahead).
         committed_ns: when it was committed, on the clock of `time.perf_counter_ns`.
     """
 
@@ -28,6 +30,7 @@ class Pass:
     num_rows: int
     num_kept: int = 0
     routes: dict[int, Rows] = field(default_factory=dict[int, Rows])
+    guesses: list[Guesses] = field(default_factory=list[Guesses])
     committed_ns: int = 0
 
 
@@ -48,6 +51,10 @@ class RouteLog:
     def routed(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
         """Note what a layer chose."""
         self.passes[-1].routes[layer] = [list(row) for row in ids_TK]
+
+    def guessed(self, guesses: Guesses) -> None:
+        """Note what was handed over; not to be changed any more."""
+        self.passes[-1].guesses.append(guesses)
 
     def commit(self, num_rows: int) -> None:
         """Close the pass; its first `num_rows` rows stay."""

@@ -5,16 +5,21 @@ over all prompts, decode alone; `summarise` makes one `VariantReport` of a varia
 were measured beside them.
 """
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from expert_store.keys import ReadClass, WaitCause
+from expert_store.keys import WaitCause
 from expert_store.stats import Fate, HintOutcome, LatencyStatistics, RowStatistics, StoreStatistics
+from mlx_flashnext.engine.deltas import plus
+from mlx_flashnext.engine.prediction import Prediction
+from mlx_flashnext.engine.ticket_books import Books, books_of, used_shares
 
 FORMAT = "flashnext-ssd-wait"
-VERSION = 1
-_PREDICTED = (ReadClass.NEAR, ReadClass.SPECULATIVE)
+VERSION = 2
+_NAMED = (WaitCause.COLD, WaitCause.EVICTED, WaitCause.LATE_HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,11 @@ class Run:
         rows: what happened in the n-gram table meanwhile.
         num_hints: guesses handed over.
         hints_stopped: why a predictor was left alone, "" if none was.
+        prediction: what the guesses were worth.
+        num_blocks: blocks that streamed layers saw, times layers.
+        num_unique: distinct experts that those blocks chose.
+        proposed_by_slot: cycles that proposed an i-th token.
+        accepted_by_slot: those in which it was accepted.
     """
 
     variant: Variant
@@ -58,6 +68,11 @@ class Run:
     rows: RowStatistics
     num_hints: int = 0
     hints_stopped: str = ""
+    prediction: Prediction = field(default_factory=Prediction)
+    num_blocks: int = 0
+    num_unique: int = 0
+    proposed_by_slot: tuple[int, ...] = ()
+    accepted_by_slot: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,33 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer; waits per token in nanoseconds, selections as shares of the layer's own.
+
+    Attributes:
+        exposed_wait_ns: all of the waits.
+        cold: as in `Waits`, and so the next four.
+        evicted: see `Waits`.
+        late_hint: see `Waits`.
+        other: see `Waits`.
+        queueing: see `Waits`.
+        resident: native selections that were resident for their own sake.
+        prefetched: those that a guess had brought before they were demanded.
+        joined: those whose record was in flight when it was demanded.
+    """
+
+    exposed_wait_ns: float
+    cold: float
+    evicted: float
+    late_hint: float
+    other: float
+    queueing: float
+    resident: float | None
+    prefetched: float | None
+    joined: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class VariantReport:
     """One variant; times in nanoseconds, bytes per committed token.
 
@@ -109,8 +151,9 @@ class VariantReport:
         token_ns: per token, the median over repetitions; `token_ns_range` its least and greatest.
         token_ns_quantiles: p50, p95 and p99 of single cycles' time per token, over all repetitions.
         waits: exposed wait by cause.
-        layer_waits: exposed wait for experts per token, by layer.
-        hidden_fraction: 1 - exposed wait / exact I/O wall time; None without reads.
+        layers: the same and timely recall, layer by layer.
+        exact_io_ns: exact I/O wall time per token.
+        hidden_fraction: 1 - exposed wait for experts / exact I/O wall time; None without reads.
         resident_recall: native selections that were resident for their own sake.
         prefetched_recall: those that were ready because of a prediction.
         hit_rate: native selections whose record was in a slot.
@@ -118,10 +161,15 @@ class VariantReport:
         predicted_bytes: logical, of predicted ones.
         rejected_bytes: of them, those never used.
         physical_bytes: really read, n-gram rows left out.
+        speculative_bytes: of them, by reads that nobody had demanded when they began.
         required_bytes: of records that were used and had not been resident, once per absence.
         amplification: physical over logical bytes of the reads that began.
         useful_prefetch_ratio: predicted bytes used, of those read; None if none were read.
-        fates: every ticket's end, by class and fate, in records.
+        precision: predicted records that a native route used, of those read; None if none were read.
+        recall: of the guesses, recall@n with n = top_k x rows, whatever became of their reads.
+        calibration_error: of the confidences, 15 bins; None without guesses.
+        num_hints: guesses handed over, per token.
+        books: every ticket's end, by class, in records and bytes.
         hints: hints handed over, by outcome.
         issue_to_ready: p50, p95, p99.
         queue_depth_max: the most at once, since the engine was opened.
@@ -129,6 +177,9 @@ class VariantReport:
         slack_late: half of the late ones came so long after.
         storage_ns: the storage bound per token; None if the bandwidth is unknown.
         attainment: max(compute bound, storage bound) / measured.
+        unique_experts: U_B, distinct experts of a layer in one block.
+        break_even_experts: top_k x acceptance length: U_B below which a block reads less than plain decode.
+        per_position_acceptance: share of the cycles proposing an i-th token that accepted it.
         of_belady: what was resident for its own sake, as a fraction of Belady's hit rate.
         ratios: time per token over that of the first variant, one a repetition.
     """
@@ -141,7 +192,8 @@ class VariantReport:
     token_ns_range: tuple[float, float]
     token_ns_quantiles: tuple[float, float, float]
     waits: Waits
-    layer_waits: Mapping[int, float]
+    layers: Mapping[int, LayerReport]
+    exact_io_ns: float
     hidden_fraction: float | None
     resident_recall: float | None
     prefetched_recall: float | None
@@ -150,10 +202,15 @@ class VariantReport:
     predicted_bytes: float
     rejected_bytes: float
     physical_bytes: float
+    speculative_bytes: float
     required_bytes: float
     amplification: float | None
     useful_prefetch_ratio: float | None
-    fates: Mapping[str, Mapping[str, int]]
+    precision: float | None
+    recall: float | None
+    calibration_error: float | None
+    num_hints: float
+    books: Books
     hints: Mapping[str, int]
     queue_depth_mean: float | None
     queue_depth_max: int
@@ -163,6 +220,9 @@ class VariantReport:
     bounds: Bounds
     storage_ns: float | None
     attainment: float | None
+    unique_experts: float | None
+    break_even_experts: float
+    per_position_acceptance: tuple[float, ...]
     of_belady: float | None
     hints_stopped: str = ""
     ratios: tuple[float, ...] = field(default=())
@@ -172,22 +232,27 @@ class VariantReport:
         """Exposed wait per token, whatever the cause."""
         return self.waits.total
 
+    @property
+    def exposed_wait_per_cycle_ns(self) -> float:
+        """Exposed wait per propose-verify-commit turn."""
+        return self.waits.total * self.acceptance_length
 
-def summarise(runs: Sequence[Run], bounds: Bounds, record_bytes: float) -> VariantReport:
+
+def summarise(runs: Sequence[Run], bounds: Bounds, record_bytes: float, top_k: int) -> VariantReport:
     """Return a variant's report.
 
     Args:
         runs: repetitions of one variant.
         bounds: measured beside them.
         record_bytes: of one expert, the mean over layers.
+        top_k: experts that a layer chooses for a token.
     """
     stores = [run.store for run in runs]
-    tokens = sum(run.output_tokens for run in runs)
+    tokens, num_cycles = sum(run.output_tokens for run in runs), sum(run.cycles for run in runs)
     per_token = [run.wall_ns / run.output_tokens for run in runs]
     demands = sum(store.num_demands for store in stores)
     hits = sum(store.num_hits for store in stores)
     prefetched = sum(store.num_prefetched for store in stores)
-    joined = sum(store.classes[one].fates[Fate.JOINED].num for store in stores for one in _PREDICTED)
     absent = sum(s.num_misses + s.num_joined + s.num_prefetched + s.num_stale_used for s in stores)
     waited = sum(store.exposed_wait_ns for store in stores)
     reading = sum(store.exact_io_ns for store in stores)
@@ -201,37 +266,38 @@ def summarise(runs: Sequence[Run], bounds: Bounds, record_bytes: float) -> Varia
     num_reads = sum(store.queue.num_reads for store in stores)
     resident = (hits - prefetched) / demands if demands else None
     belady = bounds.belady_hit_rate
+    books = books_of(stores)
+    precision, useful = used_shares(books, stores)
+    prediction = functools.reduce(plus, (run.prediction for run in runs))
+    num_blocks, num_unique = sum(run.num_blocks for run in runs), sum(run.num_unique for run in runs)
     return VariantReport(
         variant=runs[0].variant,
         repetitions=len(runs),
         output_tokens=runs[0].output_tokens,
-        acceptance_length=tokens / sum(run.cycles for run in runs),
+        acceptance_length=tokens / num_cycles,
         token_ns=token_ns,
         token_ns_range=(min(per_token), max(per_token)),
         token_ns_quantiles=_quantiles([one for run in runs for one in run.token_ns]),
         waits=_waits(runs, tokens),
-        layer_waits={
-            layer.layer: sum(s.layers[at].exposed_wait_ns for s in stores) / tokens
-            for at, layer in enumerate(stores[0].layers)
-        },
+        layers={layer.layer: _layer(stores, at, tokens) for at, layer in enumerate(stores[0].layers)},
+        exact_io_ns=reading / tokens,
         hidden_fraction=1 - waited / reading if reading else None,
         resident_recall=resident,
-        prefetched_recall=(prefetched + joined) / demands if demands else None,
+        prefetched_recall=(prefetched + books.predicted(Fate.JOINED).num) / demands if demands else None,
         hit_rate=hit_rate,
         exact_bytes=sum(store.exact_bytes for store in stores) / tokens,
         predicted_bytes=sum(store.predicted_bytes for store in stores) / tokens,
         rejected_bytes=sum(store.rejected_bytes for store in stores) / tokens,
         physical_bytes=sum(store.physical_bytes for store in stores) / tokens,
+        speculative_bytes=sum(store.predicted_physical_bytes for store in stores) / tokens,
         required_bytes=required,
         amplification=_amplification(stores),
-        useful_prefetch_ratio=_useful(stores),
-        fates={
-            one.name.lower(): {
-                fate.name.lower(): sum(store.classes[one].fates[fate].num for store in stores)
-                for fate in Fate
-            }
-            for one in ReadClass
-        },
+        useful_prefetch_ratio=useful,
+        precision=precision,
+        recall=prediction.recall if prediction.num_guesses else None,
+        calibration_error=prediction.calibration_error,
+        num_hints=sum(run.num_hints for run in runs) / tokens,
+        books=books,
         hints={one.name.lower(): sum(store.hints[one] for store in stores) for one in HintOutcome},
         queue_depth_mean=sum(s.queue.depth_total for s in stores) / num_reads if num_reads else None,
         queue_depth_max=max(store.queue.depth_max for store in stores),
@@ -241,6 +307,9 @@ def summarise(runs: Sequence[Run], bounds: Bounds, record_bytes: float) -> Varia
         bounds=bounds,
         storage_ns=storage_ns,
         attainment=best_ns / token_ns if token_ns > 0 else None,
+        unique_experts=num_unique / num_blocks if num_blocks else None,
+        break_even_experts=top_k * tokens / num_cycles,
+        per_position_acceptance=_acceptance(runs),
         of_belady=resident / belady if resident is not None and belady else None,
         hints_stopped=next((run.hints_stopped for run in runs if run.hints_stopped), ""),
     )
@@ -249,13 +318,12 @@ def summarise(runs: Sequence[Run], bounds: Bounds, record_bytes: float) -> Varia
 def _waits(runs: Sequence[Run], tokens: int) -> Waits:
     """Return exposed wait per token: read time by cause, queueing apart."""
     reading = {cause: sum(run.store.waits[cause].read_ns for run in runs) / tokens for cause in WaitCause}
-    named = (WaitCause.COLD, WaitCause.EVICTED, WaitCause.LATE_HINT)
     queueing = sum(split.queue_ns for run in runs for split in run.store.waits.values())
     return Waits(
         cold=reading[WaitCause.COLD],
         evicted=reading[WaitCause.EVICTED],
         late_hint=reading[WaitCause.LATE_HINT],
-        other=sum(value for cause, value in reading.items() if cause not in named),
+        other=sum(value for cause, value in reading.items() if cause not in _NAMED),
         ngram=sum(run.rows.exposed_wait_ns for run in runs) / tokens,
         queueing=queueing / tokens,
     )
@@ -268,10 +336,37 @@ def _amplification(stores: Sequence[StoreStatistics]) -> float | None:
     return sum(store.physical_bytes for store in stores) / logical if logical else None
 
 
-def _useful(stores: Sequence[StoreStatistics]) -> float | None:
-    ratios = [store.useful_prefetch_ratio for store in stores]
-    known = [ratio for ratio in ratios if ratio is not None]
-    return statistics.fmean(known) if known else None
+def _layer(stores: Sequence[StoreStatistics], at: int, tokens: int) -> LayerReport:
+    """Return the figures of one layer."""
+    layers = [store.layers[at] for store in stores]
+    reading = {cause: sum(one.waits[cause].read_ns for one in layers) / tokens for cause in WaitCause}
+    demands = sum(one.num_demands for one in layers)
+
+    def share(num: int) -> float | None:
+        return num / demands if demands else None
+
+    return LayerReport(
+        exposed_wait_ns=sum(one.exposed_wait_ns for one in layers) / tokens,
+        cold=reading[WaitCause.COLD],
+        evicted=reading[WaitCause.EVICTED],
+        late_hint=reading[WaitCause.LATE_HINT],
+        other=sum(value for cause, value in reading.items() if cause not in _NAMED),
+        queueing=sum(split.queue_ns for one in layers for split in one.waits.values()) / tokens,
+        resident=share(sum(one.num_hits - one.num_prefetched for one in layers)),
+        prefetched=share(sum(one.num_prefetched for one in layers)),
+        joined=share(sum(one.num_joined for one in layers)),
+    )
+
+
+def _acceptance(runs: Sequence[Run]) -> tuple[float, ...]:
+    proposed = added_slots([run.proposed_by_slot for run in runs])
+    accepted = added_slots([run.accepted_by_slot for run in runs])
+    return tuple(right / tried for right, tried in zip(accepted, proposed, strict=True))
+
+
+def added_slots(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sums of counts by slot; runs may have proposed different numbers of tokens."""
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
 def _merged(parts: Sequence[LatencyStatistics]) -> LatencyStatistics:

@@ -34,8 +34,9 @@ from mlx_flashnext.engine.machine import Machine
 from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.page_cache import CacheState, Prepared, prepare
 from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.prediction import score
 from mlx_flashnext.engine.predictors import Oracle, Predictor, PredictorSetting, make_predictor
-from mlx_flashnext.engine.routes import Pass, RecordedRoutes, RouteLog
+from mlx_flashnext.engine.routes import Pass, RecordedRoutes, RouteLog, demands
 from mlx_flashnext.engine.ssd_wait import (
     FORMAT,
     VERSION,
@@ -43,6 +44,7 @@ from mlx_flashnext.engine.ssd_wait import (
     Run,
     Variant,
     VariantReport,
+    added_slots,
     summarise,
 )
 
@@ -106,7 +108,15 @@ class SsdWaitReport:
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain values: bytes, nanoseconds, shares."""
         disk = {**asdict(self.disk), "bytes_per_s": self.disk.bytes_per_s}
-        variants = [{**asdict(one), "exposed_wait_ns": one.exposed_wait_ns} for one in self.variants]
+        variants = [
+            {
+                **asdict(one),
+                "exposed_wait_ns": one.exposed_wait_ns,
+                "exposed_wait_per_cycle_ns": one.exposed_wait_per_cycle_ns,
+                "books_add_up": one.books.add_up,
+            }
+            for one in self.variants
+        ]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -169,7 +179,7 @@ def measure_ssd_wait(
                 variants = [Variant(engine.plan.slots_per_layer, *draft, hints) for hints in asked.hints]
                 runs = bench.compare(variants)
                 bounds = Bounds(compute[draft], disk.bytes_per_s, bench.belady_hit_rate())
-            reports += _reports(variants, runs, bounds, record_bytes)
+            reports += _reports(variants, runs, bounds, record_bytes, checkpoint.config.num_experts_per_tok)
     conditions = conditions_of(
         checkpoint,
         machine,
@@ -185,7 +195,7 @@ def measure_ssd_wait(
 
 
 def _reports(
-    variants: Sequence[Variant], runs: Sequence[Run], bounds: Bounds, record_bytes: float
+    variants: Sequence[Variant], runs: Sequence[Run], bounds: Bounds, record_bytes: float, top_k: int
 ) -> list[VariantReport]:
     """Return a report of each variant; the ratios are to the first one, repetition by repetition."""
     first = [run for run in runs if run.variant == variants[0]]
@@ -196,7 +206,7 @@ def _reports(
             (mine.wall_ns / mine.output_tokens) / (base.wall_ns / base.output_tokens)
             for mine, base in zip(own, first, strict=True)
         )
-        reports.append(replace(summarise(own, bounds, record_bytes), ratios=ratios))
+        reports.append(replace(summarise(own, bounds, record_bytes, top_k), ratios=ratios))
     return reports
 
 
@@ -267,6 +277,7 @@ class _Bench:
             hints = Hints(self._predictor(variant.hints, one), engine.config.num_hidden_layers, self._log)
             session = engine.session(self._drafter(one), is_guarded=False, hints=hints)
             answer(session, one.prompt, 0)
+            store.wait_idle()  # what was in flight before would end in these books
             self._mark(is_counted=False)
             before, rows_before = store.statistics(), rows.statistics()
             first, began_ns = len(self._log.passes), time.perf_counter_ns()
@@ -279,17 +290,24 @@ class _Bench:
             assert isinstance(events[-1], Finished)
             end = events[-1].statistics
             now, rows_now = store.statistics(), rows.statistics()
+            passes = self._log.passes[first:]
+            unions = [len(union) for wanted in demands(passes).values() for union in wanted]
             parts.append(
                 Run(
                     variant=variant,
                     output_tokens=end.output_tokens,
                     cycles=end.cycles,
                     wall_ns=end.decode_ns,
-                    token_ns=_per_token(self._log.passes[first:], began_ns),
+                    token_ns=_per_token(passes, began_ns),
                     store=since(now, before),
                     rows=since(rows_now, rows_before),
                     num_hints=hints.num_guesses,
                     hints_stopped=hints.stopped,
+                    prediction=score(passes),
+                    num_blocks=len(unions),
+                    num_unique=sum(unions),
+                    proposed_by_slot=end.draft.proposed_by_slot,
+                    accepted_by_slot=end.draft.accepted_by_slot,
                 )
             )
         return _added(parts)
@@ -380,6 +398,11 @@ def _added(parts: Sequence[Run]) -> Run:
             rows=plus(total.rows, part.rows),
             num_hints=total.num_hints + part.num_hints,
             hints_stopped=total.hints_stopped or part.hints_stopped,
+            prediction=plus(total.prediction, part.prediction),
+            num_blocks=total.num_blocks + part.num_blocks,
+            num_unique=total.num_unique + part.num_unique,
+            proposed_by_slot=added_slots([total.proposed_by_slot, part.proposed_by_slot]),
+            accepted_by_slot=added_slots([total.accepted_by_slot, part.accepted_by_slot]),
         )
     return total
 

@@ -1,6 +1,7 @@
 """`flashnext bench --report ssd-wait` on a tiny checkpoint: its figures fit together."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from typer.testing import CliRunner
 
 from cli.engine_factory import Services
 from cli.tree import app
+from expert_store.books import Ledger
+from expert_store.stats import Fate
 from mlx_flashnext.engine import ssd_wait_run
 from mlx_flashnext.engine.ssd_wait_run import DifferentText, Recorded
 from tests.tiny.checkpoints import build_mlx
@@ -53,7 +56,15 @@ def test_every_row_fits_together(document):
     for one in document["variants"]:
         waits = one["waits"]
         assert one["exposed_wait_ns"] == pytest.approx(sum(waits.values()))
-        assert sum(one["layer_waits"].values()) <= one["exposed_wait_ns"] + 1
+        layers = one["layers"].values()
+        assert sum(layer["exposed_wait_ns"] for layer in layers) + waits["ngram"] == pytest.approx(
+            one["exposed_wait_ns"]
+        )
+        for cause in ("cold", "evicted", "late_hint", "other", "queueing"):
+            assert sum(layer[cause] for layer in layers) == pytest.approx(waits[cause])
+        assert one["exposed_wait_per_cycle_ns"] == pytest.approx(
+            one["exposed_wait_ns"] * one["acceptance_length"]
+        )
         assert one["token_ns_range"][0] <= one["token_ns"] <= one["token_ns_range"][1]
         bound = max(one["bounds"]["compute_ns"], one["storage_ns"])
         assert one["attainment"] == pytest.approx(bound / one["token_ns"])
@@ -67,6 +78,52 @@ def test_every_row_fits_together(document):
         else:
             assert 0 <= one["resident_recall"] + one["prefetched_recall"] <= 1
             assert one["rejected_bytes"] <= one["predicted_bytes"]
+
+
+def test_every_tickets_fate_is_in_the_report_in_records_and_bytes(document):
+    for one in document["variants"]:
+        classes, unused = one["books"]["classes"], one["books"]["unused"]
+        assert classes.keys() == {"exact", "near", "speculative"}
+        for unit in ("num", "num_bytes"):
+            ended = sum(fate[unit] for kind in classes.values() for fate in kind["fates"].values())
+            issued = sum(kind["issued"][unit] for kind in classes.values())
+            assert issued == ended + unused[unit] > 0
+        assert one["books_add_up"]
+        tokens = one["output_tokens"] * one["repetitions"]
+        predicted = sum(classes[kind]["issued"]["num_bytes"] for kind in ("near", "speculative"))
+        assert one["predicted_bytes"] == pytest.approx(predicted / tokens)
+        assert one["exact_bytes"] == pytest.approx(classes["exact"]["issued"]["num_bytes"] / tokens)
+        assert one["physical_bytes"] >= one["speculative_bytes"] >= 0
+
+
+def test_every_field_is_in_the_table_of_formats(document):
+    text = (Path(__file__).parents[2] / "docs" / "FORMATS.md").read_text("utf-8")
+    section = text[text.index("## flashnext-ssd-wait") :]
+    section = section[: section.index("\n## ")]
+    named = set(re.findall(r"`\.?([a-z_]+)`", section))
+    variant = document["variants"][0]
+    short = {"token_ns_range", "token_ns_quantiles", "queue_depth_max"}  # written as `_range` and the like
+    assert (document.keys() | variant.keys()) - short <= named
+    assert variant["layers"]["0"].keys() <= named
+    assert variant["waits"].keys() | variant["bounds"].keys() <= named
+
+
+def test_an_oracle_is_right_and_sure_of_it(document):
+    for draft in ("none", "oracle"):
+        oracle, off = (named(document, 8, draft, hints) for hints in ("oracle", "off"))
+        assert (off["recall"], off["calibration_error"], off["num_hints"]) == (None, None, 0)
+        assert oracle["recall"] > 0.9
+        assert oracle["calibration_error"] < 0.1
+        assert oracle["precision"] == pytest.approx(oracle["useful_prefetch_ratio"])
+
+
+def test_a_block_says_how_many_experts_it_needs_and_what_was_accepted_where(document):
+    plain, drafted = (named(document, 8, draft, "off") for draft in ("none", "oracle"))
+    assert plain["unique_experts"] == plain["break_even_experts"] == 4
+    assert plain["per_position_acceptance"] == []
+    assert 4 < drafted["unique_experts"] <= 12
+    assert drafted["per_position_acceptance"][0] == 1
+    assert drafted["break_even_experts"] == pytest.approx(4 * drafted["acceptance_length"])
 
 
 def test_right_hints_bring_more_in_time_than_none(document):
@@ -91,6 +148,36 @@ def test_people_see_the_same_of_any_budget_and_disk(model):
     assert result.stdout.startswith("simulated disk: 0.05 GB/s, 0.1 ms more a read")
     for heading in ("exposed wait of a token by cause", "storage bound: records of", "Belady: 8 experts"):
         assert heading in result.stdout
+    titles = [
+        line for line in result.stdout.splitlines() if line.startswith(("time of", "bytes of", "reads:"))
+    ]
+    assert len(titles) == 4
+    assert all(line.endswith("(simulated disk: 0.05 GB/s, 0.1 ms more a read)") for line in titles)
+    assert "has exactly one fate" in result.stdout
+
+
+def test_no_table_is_wider_than_a_small_terminal(model):
+    words = ("--budgets", "50%", "--drafts", "none,oracle:2", "--hints", "off,near-gate,oracle-draft")
+    result = flashnext("bench", "--model", model, *SMALL, *words)
+    assert result.exit_code == 0, result.output
+    tables = result.stdout[: result.stdout.index("exposed wait of a token, the layers")]
+    assert max(map(len, tables.splitlines())) <= 80
+    assert "8 experts a layer, draft oracle 2" in tables
+    assert "break even" in tables
+
+
+def test_books_that_do_not_add_up_make_the_figures_void(model, monkeypatch):
+    """A ticket that loses its fate."""
+    close = Ledger.close
+
+    def forgetful(self, read, fate):
+        close(self, read, fate)
+        self.classes[read.issued_class].fate_nums[fate] -= fate is Fate.IN_TIME
+
+    monkeypatch.setattr(Ledger, "close", forgetful)
+    result = flashnext("bench", "--model", model, *SMALL, "--budgets", "50%", "--hints", "oracle")
+    assert "THE BOOKS DO NOT ADD UP" in result.stdout
+    assert "8 experts a layer, no draft, oracle" in result.stdout
 
 
 def test_figures_of_another_text_are_refused(model, monkeypatch):
