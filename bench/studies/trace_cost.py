@@ -1,13 +1,21 @@
-"""What does recording cost? Decode of the demo with and without, A/B/B/A, one process.
+"""What does recording cost? One answer with a recorder and one without, a stretch of tokens each in turn.
 
-python -m bench.studies.trace_cost [--rounds N] [--tokens N]
+Both run in one process on one engine, and change places after every stretch: whatever else the machine
+does falls on both. A stretch with the recorder ends only when nothing of its record is left to do.
+
+python -m bench.studies.trace_cost [MODEL] [--hints X] [--draft X] [--rounds N] [--tokens N]
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from statistics import median
+
+import mlx.core as mx
 
 from mlx_flashnext.demo import DEMO_SLOTS, demo_dir
 from mlx_flashnext.engine.engine import Engine
@@ -17,47 +25,94 @@ from mlx_flashnext.engine.prompt_sets import demo_tasks
 from mlx_flashnext.engine.recording import Recorder, TraceSettings
 from mlx_flashnext.engine.sampler import SamplingParams
 
+STRETCH = 8
 
-def decode_cpu_s(engine: Engine, prompt: list[int], tokens: int, *, is_recording: bool) -> float:
-    """Return CPU seconds a token of this process: the machine is shared, wall time says little."""
+
+class Side:
+    """One of the two answers, and what its stretches took."""
+
+    def __init__(self, engine: Engine, prompt: list[int], tokens: int, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._tokens = self._start(engine, prompt, tokens)
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def _start(self, engine: Engine, prompt: list[int], tokens: int) -> Iterator[Token]:
+        session = engine.session(is_guarded=False, recorder=self._recorder)
+        params = SamplingParams(seed=1, top_k=20, top_p=0.95)
+        events = session.generate(prompt, params, max_tokens=tokens)
+        return (event for event in events if isinstance(event, Token))
+
+    def stretch(self, count: int) -> None:
+        """Say so many tokens."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        said = sum(1 for _ in islice(self._tokens, count))
+        mx.synchronize()
+        if self._recorder is not None:
+            self._recorder.settle()
+        if said == count:
+            self.wall.append(time.perf_counter() - wall)
+            self.cpu.append(time.process_time() - cpu)
+
+
+def round_of(engine: Engine, prompt: list[int], tokens: int) -> tuple[Side, Side]:
+    """Return both sides of one round, done."""
     with tempfile.TemporaryFile() as stream:
         settings = TraceSettings(
             "target", "tokenizer", engine.config.vocab_size, engine.config.num_hidden_layers
         )
-        session = engine.session(recorder=Recorder(stream, settings) if is_recording else None)
-        began, count = 0.0, 0
-        for event in session.generate(
-            prompt, SamplingParams(seed=1, top_k=20, top_p=0.95), max_tokens=tokens
-        ):
-            if isinstance(event, Token):
-                began = began or time.process_time()
-                count += 1
-        return (time.process_time() - began) / max(1, count - 1)
+        recorder = Recorder(stream, settings)
+        plain, recorded = Side(engine, prompt, tokens, None), Side(engine, prompt, tokens, recorder)
+        for side in (plain, recorded):
+            side.stretch(1)  # the prompt
+            side.wall.clear()
+            side.cpu.clear()
+        for number in range((tokens - 1) // STRETCH):
+            for side in (plain, recorded) if number % 2 else (recorded, plain):
+                side.stretch(STRETCH)
+        assert not recorder.failure, recorder.failure
+        assert recorder.num_cycles > len(recorded.wall)
+        return plain, recorded
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--draft", default="none", help="widths are chosen by time: the two runs then differ")
+    parser.add_argument("model", nargs="?", help="a checkpoint; the demo without")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=129)
+    parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--draft", default="none")
     parser.add_argument("--hints", default="off")
     asked = parser.parse_args()
-    request = PlanRequest(slots_per_layer=DEMO_SLOTS, hints=asked.hints, draft=asked.draft)
-    with Engine.open(demo_dir(), request) as engine:
-        prompt = engine.tokenizer.encode(demo_tasks()[0])
-        decode_cpu_s(engine, prompt, 16, is_recording=True)
-        ratios = []
-        for _ in range(asked.rounds):
-            plain, on, on_again, plain_again = (
-                decode_cpu_s(engine, prompt, asked.tokens, is_recording=flag)
-                for flag in (False, True, True, False)
-            )
-            ratios.append((on + on_again) / (plain + plain_again))
-            print(
-                f"with over without: {ratios[-1]:.3f} ({1e3 * plain:.2f} ms of CPU a token without)",
-                flush=True,
-            )
-    print(json.dumps({"median_ratio": median(ratios), "ratios": ratios, "bound": 1.03}))
+    directory, slots = (Path(asked.model), asked.slots) if asked.model else (demo_dir(), DEMO_SLOTS)
+    request = PlanRequest(slots_per_layer=asked.slots or slots or None, hints=asked.hints, draft=asked.draft)
+    walls, cpus, times = [], [], []
+    with Engine.open(directory, request) as engine:
+        task = demo_tasks()
+        for number in range(asked.rounds):
+            prompt = engine.tokenizer.encode(task[number % len(task)])
+            plain, recorded = round_of(engine, prompt, asked.tokens)
+            count = min(len(plain.wall), len(recorded.wall))
+            walls += [a / b for a, b in zip(recorded.wall, plain.wall, strict=False)]
+            cpus += [a / b for a, b in zip(recorded.cpu, plain.cpu, strict=False)]
+            times += [wall / STRETCH for wall in plain.wall]
+            whole = sum(recorded.wall[:count]) / sum(plain.wall[:count])
+            print(f"round {number + 1}: {count} stretches each, {whole:.3f} with over without", flush=True)
+    walls.sort()
+    print(
+        json.dumps(
+            {
+                "hints": asked.hints,
+                "draft": asked.draft,
+                "token_ms": round(1e3 * median(times), 3),
+                "stretches": len(walls),
+                "wall_ratio": round(median(walls), 4),
+                "wall_quartiles": [round(walls[len(walls) * part // 4], 4) for part in (1, 3)],
+                "cpu_ratio": round(median(cpus), 4),
+                "bound": 1.03,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

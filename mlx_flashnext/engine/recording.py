@@ -1,8 +1,9 @@
 """Writes the cycles of a session into a trace. Entry points: `Recorder`, `TraceSettings`.
 
 Off unless asked for; nothing here reaches the answer. What a cycle left on the device is read when the next
-one has ended: by then it is computed, so that writing waits for nothing. A recorder that fails stops for good
-and says why (`failure`); the answer goes on.
+one has ended: by then it is computed, so that reading waits for nothing. Lines are made of `BATCH` cycles at
+once: what is done between two steps of the model finds the caches cold, and costs several times as much.
+A recorder that fails stops for good and says why (`failure`); the answer goes on.
 """
 
 # Shapes: T rows of a block, k = T - 1 proposals, K candidates of a slot, R rows that stay, V vocabulary.
@@ -16,7 +17,9 @@ from typing import BinaryIO, Literal
 import mlx.core as mx
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from drafter.api import Law
 from drafter.record import (
     DIGEST,
     FORMAT,
@@ -36,7 +39,7 @@ from drafter.record import (
 from drafter.record_check import Totals
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.sampler import Sampler, processed
+from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import Rule
 from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.host import HostSync, fence, to_host
@@ -45,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 MOST_LOGITS = 40_000
 """Logits of a block that may be kept: their line stays below a line's limit."""
+BATCH = 16
+"""Cycles that are kept as values before lines are made of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +79,19 @@ class TraceSettings:
 
 @dataclass(slots=True)
 class _Heard:
-    """What hints said and routers chose in the block that runs."""
+    """What hints said and routers chose in the block that runs, as it was said."""
 
-    rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
-    guesses: dict[int, dict[int, dict[int, float]]] = field(
-        default_factory=dict[int, dict[int, dict[int, float]]]
-    )  # confidence by passes ahead, layer and expert
+    rows: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict[int, Sequence[Sequence[int]]])
+    ahead: list[HandOver] = field(default_factory=list[HandOver])
 
-    def guessed(self, ahead: HandOver) -> None:
-        of_pass = self.guesses.setdefault(ahead.passes_ahead, {}) if ahead.hints else {}
-        for hint in ahead.hints:
-            of_pass.setdefault(hint.layer, {}).setdefault(hint.expert, round(float(hint.confidence), 6))
+    def guesses(self) -> dict[int, dict[int, dict[int, float]]]:
+        """Return confidence by passes ahead, layer and expert; the first that was said counts."""
+        found: dict[int, dict[int, dict[int, float]]] = {}
+        for ahead in self.ahead:
+            of_pass = found.setdefault(ahead.passes_ahead, {})
+            for hint in ahead.hints:
+                of_pass.setdefault(hint.layer, {}).setdefault(hint.expert, round(float(hint.confidence), 6))
+        return found
 
 
 class OverheardHints(Hints):
@@ -124,7 +131,7 @@ class OverheardHints(Hints):
     def routed(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> HandOver:
         """Listen; see `Hints`."""
         if layer < self._num_layers:
-            self._heard.rows[layer] = [list(row) for row in ids_TK]
+            self._heard.rows[layer] = ids_TK
         return HandOver() if self._inner is None else self._pass_on(self._inner.routed(layer, ids_TK))
 
     def accepted(self, num_tickets: int) -> None:
@@ -138,7 +145,8 @@ class OverheardHints(Hints):
             self._inner.commit(num_rows)
 
     def _pass_on(self, ahead: HandOver) -> HandOver:
-        self._heard.guessed(ahead)
+        if ahead.hints:
+            self._heard.ahead.append(ahead)
         return ahead
 
 
@@ -149,9 +157,36 @@ class _Pending:
     facts: CycleFacts
     heard: _Heard
     candidates: tuple[mx.array, mx.array] | None
-    target: mx.array | None
+    target: mx.array
     logits: mx.array | None
     hidden: mx.array | None
+    cancelled: Mapping[int, Sequence[int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """A cycle as plain values, with nothing of the device's.
+
+    Attributes:
+        candidates: ids and probabilities of every slot.
+        target: [T][K + 1] probabilities of candidates and bonus.
+        logits: [T, V] as float32; None where they are not kept.
+        hidden: shape and bytes of the rows that stay; None if none were wanted.
+    """
+
+    generation: int
+    position: int
+    anchor: int
+    tokens: tuple[int, ...]
+    law: Law
+    accepted: int
+    bonus: int
+    num_kept: int
+    heard: _Heard
+    candidates: tuple[list[list[int]], list[list[float]]] | None
+    target: list[list[float]]
+    logits: NDArray[np.float32] | None
+    hidden: tuple[tuple[int, ...], bytes] | None
     cancelled: Mapping[int, Sequence[int]] | None
 
 
@@ -190,6 +225,7 @@ class Recorder:
         self._request: Answer | None = None
         self._totals = Totals()
         self._pending: _Pending | None = None
+        self._values: list[_Values] = []
 
     def listen(self, hints: Hints | None) -> Hints | None:
         """Return hints that say the same and are overheard; see `AnswerObserver`."""
@@ -201,38 +237,49 @@ class Recorder:
     def begin_answer(self, timeline: Timeline, prompt: Sequence[int], sampler: Sampler) -> None:
         """Remember the request; it is written with its first cycle."""
         self._timeline, self._prompt = timeline, tuple(prompt)
-        self._request, self._totals, self._pending = None, Totals(), None
+        self._request, self._totals, self._pending, self._values = None, Totals(), None, []
         self._rule: Rule = timeline.drafting.rule
         del sampler
 
     def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
-        """Write the cycle before this one, and keep this one; see `CycleObserver`."""
+        """Read the cycle before this one, and keep this one; see `CycleObserver`."""
         if self.failure:
             return
         try:
             if self._request is None:
                 self._begin(facts, sampler)
-            self._write_pending()
-            self._pending = self._keep(facts, sampler)
+            self._read_pending()
+            if len(self._values) >= BATCH:
+                self._write()
+            self._pending = self._keep(facts)
             self.num_cycles += 1
         except Exception as error:  # noqa: BLE001  a full disk, say: the answer goes on
             self._stop(error)
 
     def end_answer(self, timeline: Timeline) -> None:
-        """Write the last cycle and what all add up to; an answer given up long ago is over already."""
+        """Write the last cycles and what all add up to; an answer given up long ago is over already."""
         if self.failure or self._request is None or timeline is not self._timeline:
             return
         try:
-            self._write_pending()
+            self.settle()
             self._writer.write(self._totals.end())
             self._writer.flush()
             self._request = None
         except Exception as error:  # noqa: BLE001  as in `cycle_ended`
             self._stop(error)
 
+    def settle(self) -> None:
+        """Write what is left of the cycles so far.
+
+        Raises:
+            OSError: of the stream.
+        """
+        self._read_pending()
+        self._write()
+
     def _stop(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
-        self._pending = None
+        self._pending, self._values = None, []
         _log.warning("recording stopped: %s", self.failure)
 
     def _begin(self, facts: CycleFacts, sampler: Sampler) -> None:
@@ -273,7 +320,7 @@ class Recorder:
             hidden_row_shape=shape,
         )
 
-    def _keep(self, facts: CycleFacts, sampler: Sampler) -> _Pending:
+    def _keep(self, facts: CycleFacts) -> _Pending:
         """Submit what is wanted of the cycle's arrays, so that it is there when the next one has ended."""
         assert self._header is not None
         proposal, candidates = facts.proposal, None
@@ -283,80 +330,86 @@ class Recorder:
         hidden = features if features is not None else stack
         if hidden is not None and self._header.captured_stage == NO_FEATURES:
             hidden = None
-        has_logits = self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS
-        # Whoever keeps a count of calls must not be called for a record.
-        target = None if sampler.processors else _target_probabilities(facts, sampler)
-        logits = facts.logits.astype(mx.float32) if has_logits or target is None else None
+        target, logits = _target_probabilities(facts), None
+        if self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS:
+            logits = facts.logits.astype(mx.float32)
         heard = _Heard() if self._hints is None else self._hints.take()
         cancelled = None if self._cancelled is None else self._cancelled()
         waiting = [array for array in (target, logits, hidden, *(candidates or ())) if array is not None]
         mx.async_eval(waiting)  # pyright: ignore[reportUnknownMemberType]  (half typed stubs)
         return _Pending(facts, heard, candidates, target, logits, hidden, cancelled)
 
-    def _write_pending(self) -> None:
+    def _read_pending(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
-            line = self._line(pending)
+        if pending is None:
+            return
+        facts, candidates, hidden = pending.facts, pending.candidates, pending.hidden
+        self._values.append(
+            _Values(
+                generation=facts.generation,
+                position=facts.position,
+                anchor=facts.anchor,
+                tokens=facts.proposal.tokens,
+                law=facts.proposal.law,
+                accepted=facts.verdict.accepted,
+                bonus=facts.verdict.tokens[-1],
+                num_kept=facts.num_kept,
+                heard=pending.heard,
+                candidates=None
+                if candidates is None
+                else (to_host(self._sync, candidates[0]), to_host(self._sync, candidates[1])),
+                target=to_host(self._sync, pending.target),
+                logits=None
+                if pending.logits is None
+                else np.frombuffer(self._bytes(pending.logits), np.float32).reshape(facts.logits.shape),
+                hidden=None if hidden is None else (tuple(hidden.shape), self._bytes(hidden)),
+                cancelled=pending.cancelled,
+            )
+        )
+
+    def _write(self) -> None:
+        values, self._values = self._values, []
+        for cycle in values:
+            line = self._line(cycle)
             self._writer.write(line)
             self._totals.add(line)
 
-    def _line(self, pending: _Pending) -> Cycle:
-        header, request, facts = self._header, self._request, pending.facts
+    def _line(self, cycle: _Values) -> Cycle:
+        header, request, tokens = self._header, self._request, cycle.tokens
         assert header is not None
         assert request is not None
-        tokens = facts.proposal.tokens
         ids, values, path = tuple((token,) for token in tokens), ((1.0,),) * len(tokens), (0,) * len(tokens)
-        if pending.candidates is not None:
-            ids, values, path = _candidates(tokens, *(to_host(self._sync, a) for a in pending.candidates))
-        logits = None if pending.logits is None else self._bytes(pending.logits)
+        if cycle.candidates is not None:
+            ids, values, path = _candidates(tokens, *cycle.candidates)
         shape, payload = (0, *header.hidden_row_shape), ""
-        if pending.hidden is not None:
-            shape, payload = tuple(pending.hidden.shape), self._opaque(pending.hidden)
-        rows = None
-        if logits is not None and self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS:
-            table = np.frombuffer(logits, np.float32).reshape(facts.logits.shape)
-            rows = tuple(tuple(row) for row in table.tolist())
+        if cycle.hidden is not None:
+            shape, payload = cycle.hidden[0], self._opaque(cycle.hidden[1])
         return Cycle(
             schema_version=VERSION,
             target_model_revision=header.target_model_revision,
             tokenizer_revision=header.tokenizer_revision,
             request_owner=request.request_owner,
-            request_generation=facts.generation,
-            sequence_position=facts.position,
-            anchor_token_id=facts.anchor,
+            request_generation=cycle.generation,
+            sequence_position=cycle.position,
+            anchor_token_id=cycle.anchor,
             captured_stage=header.captured_stage,
             captured_layer_ids=header.captured_layer_ids,
             hidden_dtype=header.hidden_dtype,
             hidden_shape=shape if header.captured_stage != NO_FEATURES else (),
             hidden_payload_or_digest=payload,
-            proposal_law=facts.proposal.law,
+            proposal_law=cycle.law,
             candidate_token_ids=ids,
             candidate_probabilities_or_logits=values,
             selected_candidate_path=path,
-            target_token_probabilities_or_digest=self._said(pending, logits),
-            target_logits=rows,
-            accepted_prefix_length=facts.verdict.accepted,
-            bonus_token=facts.verdict.tokens[-1],
-            num_committed=facts.num_kept,
-            routes=_routes(pending, request.request_owner),
+            target_token_probabilities_or_digest=_said(cycle.target, cycle.accepted),
+            target_logits=None if cycle.logits is None else tuple(map(tuple, cycle.logits.tolist())),
+            accepted_prefix_length=cycle.accepted,
+            bonus_token=cycle.bonus,
+            num_committed=cycle.num_kept,
+            routes=_routes(cycle, request.request_owner),
         )
 
-    def _said(self, pending: _Pending, logits: bytes | None) -> tuple[tuple[float, ...], ...] | str:
-        """Return the probabilities of candidates and bonus, or the digest of the logits."""
-        if pending.target is None:
-            assert logits is not None
-            return DIGEST + xxhash.xxh3_128_hexdigest(logits)
-        table = to_host(self._sync, pending.target)
-        accepted, num_slots = pending.facts.verdict.accepted, len(table) - 1
-        return tuple(
-            tuple(min(1.0, share) for share in (*(row[:-1] if slot < num_slots else ()), *row[-1:]))
-            if slot == accepted
-            else tuple(min(1.0, share) for share in (row[:-1] if slot < num_slots else ()))
-            for slot, row in enumerate(table)
-        )
-
-    def _opaque(self, hidden: mx.array) -> str:
-        data = self._bytes(hidden)
+    def _opaque(self, data: bytes) -> str:
         if self._settings.hidden == "payload":
             return PAYLOAD + base64.b64encode(data).decode()
         return DIGEST + xxhash.xxh3_128_hexdigest(data)
@@ -368,21 +421,31 @@ class Recorder:
         return bytes(np.array(flat, copy=True).tobytes())
 
 
-def _target_probabilities(facts: CycleFacts, sampler: Sampler) -> mx.array:
+def _target_probabilities(facts: CycleFacts) -> mx.array:
     """Return, [T, K + 1], the probability of every candidate of a slot, and of the bonus; row k repeats."""
-    proposal, num_rows = facts.proposal, facts.logits.shape[0]
-    scores_TV = processed(facts.logits[None], [sampler], [proposal.tokens])
-    norms_T1 = mx.logsumexp(scores_TV, axis=-1, keepdims=True)
+    proposal, num_rows, scores_TV = facts.proposal, facts.logits.shape[0], facts.verdict.scores
+    assert scores_TV is not None
+    ids = proposal.row_ids
     bonus_T1 = mx.full((num_rows, 1), facts.verdict.tokens[-1], mx.int32)
     if num_rows == 1:
         ids_TK = bonus_T1
-    elif proposal.row_ids is not None:
-        ids_TK = mx.concatenate([proposal.row_ids.astype(mx.int32), proposal.row_ids[-1:].astype(mx.int32)])
-        ids_TK = mx.concatenate([mx.clip(ids_TK, 0, facts.logits.shape[1] - 1), bonus_T1], axis=-1)
+    elif ids is not None:
+        ids_kK = mx.clip(ids.astype(mx.int32), 0, facts.logits.shape[1] - 1)
+        ids_TK = mx.concatenate([mx.concatenate([ids_kK, ids_kK[-1:]]), bonus_T1], axis=-1)
     else:
         drafted_T1 = mx.array([*proposal.tokens, proposal.tokens[-1]], mx.int32)[:, None]
         ids_TK = mx.concatenate([drafted_T1, bonus_T1], axis=-1)
+    norms_T1 = mx.logsumexp(scores_TV, axis=-1, keepdims=True)
     return mx.exp(mx.take_along_axis(scores_TV, ids_TK, axis=-1) - norms_T1)
+
+
+def _said(target: list[list[float]], accepted: int) -> tuple[tuple[float, ...], ...]:
+    """Return the candidates' probabilities of every slot, and the bonus token's own in the row it is of."""
+    said: list[tuple[float, ...]] = []
+    for slot, row in enumerate(target):
+        shares = row[:-1] if slot < len(target) - 1 else []
+        said.append(tuple(min(1.0, share) for share in (*shares, *(row[-1:] if slot == accepted else ()))))
+    return tuple(said)
 
 
 def _candidates(
@@ -393,9 +456,9 @@ def _candidates(
     return tuple(map(tuple, ids)), tuple(map(tuple, probs)), path
 
 
-def _routes(pending: _Pending, owner: int) -> tuple[Route, ...]:
-    heard, generation = pending.heard, pending.facts.generation
-    now, later = heard.guesses.get(0, {}), heard.guesses.get(1, {})
+def _routes(cycle: _Values, owner: int) -> tuple[Route, ...]:
+    heard, generation, cancelled, said = cycle.heard, cycle.generation, cycle.cancelled, cycle.heard.guesses()
+    now, later = said.get(0, {}), said.get(1, {})
     found: list[Route] = []
     for ahead, guesses in ((0, now), (1, later)):
         for layer in sorted(heard.rows):
@@ -403,7 +466,7 @@ def _routes(pending: _Pending, owner: int) -> tuple[Route, ...]:
             if ahead and not guessed:
                 continue
             rows = tuple(tuple(row) for row in heard.rows[layer])
-            gone = None if pending.cancelled is None or ahead else pending.cancelled.get(layer, ())
+            gone = None if cancelled is None or ahead else cancelled.get(layer, ())
             found.append(
                 Route(
                     target_route_layer=layer,

@@ -26,7 +26,7 @@ Source: dflash2.md 3.2 to 3.5.
 # Shapes: N sequences, k proposals, T = k + 1 rows, V vocabulary, K candidates of a proposal.
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, get_args
 
@@ -54,10 +54,12 @@ class Verdict:
         accepted: how many proposals were accepted.
         tokens: these proposals, then one token of the target: the correction of the first proposal that was
             not accepted, or what follows all of them.
+        scores: log-probabilities of every row as they were judged, [T, V] on the device; see `processed`.
     """
 
     accepted: int
     tokens: tuple[int, ...]
+    scores: mx.array | None = field(default=None, compare=False, repr=False)
 
 
 def resolve_rule(asked: Asked, params: SamplingParams, law: Law) -> Rule:
@@ -169,16 +171,18 @@ def verify_blocks(
     scores_RV = processed(logits_NTV, samplers, tokens)
     if rule == "coupled" or samplers[0].params.is_greedy or num_rows == 1:
         choices = to_host(sync, mx.unflatten(choose(scores_RV, samplers), 0, (num_sequences, num_rows)))
-        return [
-            _walk(drafted, [y == d for y, d in zip(chosen, drafted, strict=False)], chosen)
+        walks = [
+            ([y == d for y, d in zip(chosen, drafted, strict=False)], chosen)
             for drafted, chosen in zip(tokens, choices, strict=True)
         ]
-    ids_NkK, probs_NkK = _draft_rows(proposals, rule, vocab_size)
-    scores_NTV = mx.unflatten(scores_RV, 0, (num_sequences, num_rows))
-    judged = _judge(scores_NTV, mx.array(tokens), ids_NkK, probs_NkK, samplers)
+    else:
+        ids_NkK, probs_NkK = _draft_rows(proposals, rule, vocab_size)
+        scores_NTV = mx.unflatten(scores_RV, 0, (num_sequences, num_rows))
+        walks = to_host(sync, _judge(scores_NTV, mx.array(tokens), ids_NkK, probs_NkK, samplers))
+    starts = range(0, num_sequences * num_rows, num_rows)
     return [
-        _walk(drafted, accepts, others)
-        for drafted, (accepts, others) in zip(tokens, to_host(sync, judged), strict=True)
+        replace(_walk(drafted, accepts, ends), scores=scores_RV[start : start + num_rows])
+        for drafted, (accepts, ends), start in zip(tokens, walks, starts, strict=True)
     ]
 
 
