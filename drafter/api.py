@@ -19,11 +19,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 Law = Literal["point", "rows"]
 
 # The most any drafter proposes at a time: beyond it every row verified reads more experts than a token saves.
 MAX_PROPOSALS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteHints:
+    """What a drafter says of the experts that its proposal's rows will want. Moves bytes, decides nothing.
+
+    Attributes:
+        codes: float32 [k + 1, r], one for the anchor and every proposed token; `drafter.sidecar.RouteHead`
+            reads experts and confidences out of them.
+    """
+
+    codes: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,7 @@ class Proposal:
         row_probs: for `rows` their probabilities [k, K], float32, each row summing to 1; for point masses
             None, or scores of any scale, the token's the best. Verification looks at those of `rows` alone.
         confidence: for every token how likely it seems to be accepted, or empty.
+        routes: which experts the rows will want, from a drafter that can tell and was asked to.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +59,7 @@ class Proposal:
     row_ids: mx.array | None = None
     row_probs: mx.array | None = None
     confidence: tuple[float, ...] = ()
+    routes: RouteHints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +258,16 @@ class FeatureDrafter(Drafter, Protocol):
                 that the rows before have none: the context then begins at the first row that has.
         """
         ...
+
+
+class RouteDrafter(Drafter, Protocol):
+    """A drafter that can say which experts its proposals will want. An engine finds it by `tells_routes`.
+
+    Attributes:
+        tells_routes: whether somebody reads them; proposals carry none while it is False.
+    """
+
+    tells_routes: bool
 
 
 class HeadView(Protocol):

@@ -129,6 +129,14 @@ class ContextRing:
         """Return the arrays themselves."""
         return list(self._arrays)
 
+    def newest(self) -> list[mx.array]:
+        """Return the row [K, 1, d] of position `end - 1` of every array, [K, 0, d] where it is not held."""
+        if not len(self._positions):
+            return [array[..., :0, :] for array in self._arrays]
+        place = (self.end - 1 - self._first) % len(self._positions)
+        is_held = self._positions[place] == self.end - 1
+        return [array[..., place : place + int(is_held), :] for array in self._arrays]
+
     @property
     def num_rows(self) -> int:
         """Return the rows held."""
@@ -266,6 +274,10 @@ class DraftContext:
         """Return what every layer holds."""
         views = [ring.view() for ring in self._rings]
         return [LayerContext(arrays[0], arrays[1], positions) for arrays, positions in views]
+
+    def newest(self) -> mx.array:
+        """Return the fused row of the newest position [1, H], or [0, H] where none is held."""
+        return self._fused.newest()[0][0]
 
     def snapshot(self) -> ContextSnapshot:
         """Return what `restore` needs."""

@@ -20,10 +20,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from drafter.api import MAX_PROPOSALS, DraftSampling, Draw, FeatureRequest, HeadView, Law, Proposal
+from drafter.api import (
+    MAX_PROPOSALS,
+    DraftSampling,
+    Draw,
+    FeatureRequest,
+    HeadView,
+    Law,
+    Proposal,
+    RouteHints,
+)
 from drafter.block import hidden_states
 from drafter.config import RING_SLACK, DraftConfig
 from drafter.context import ContextSnapshot, DraftContext
@@ -32,6 +43,7 @@ from drafter.fuse import fuse
 from drafter.layers import Params
 from drafter.live import LiveCounts, check_live, idle_selector
 from drafter.selector import Path, best_tokens, candidates, project, unary_logits, walk
+from drafter.sidecar import NUM_BEFORE, Sidecar
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +78,21 @@ class Dflash2Options:
 
 @dataclass(frozen=True, slots=True)
 class Dflash2Snapshot:
-    """Context, anchor (None before the first row), and the digest of the draft that made it."""
+    """Context, anchor (None before the first row), the draft's digest, the last tokens before the anchor."""
 
     context: ContextSnapshot
     anchor: int | None
     digest: str
+    before: tuple[int, ...] = ()
+
+
+class _Drafted(NamedTuple):
+    """What one pass over a block gave, lazy: states [B, H], the walk, best logits' ids, faults."""
+
+    hidden: mx.array
+    path: Path
+    best: mx.array
+    is_broken: mx.array
 
 
 class Dflash2Drafter:
@@ -85,12 +107,14 @@ class Dflash2Drafter:
         contraction: of the target's streams, as the gate found it.
         options: how to use it.
         digest: of the draft's files; snapshots carry it.
+        sidecar: says which experts a proposal's rows will want, if there is one.
 
     Attributes:
         kind: `dflash` or `dflash2`.
         law: of its proposals, where the target is sampled.
         feature_request: what `observe` wants of the target.
         counts: of the session, over all sequences.
+        tells_routes: whether proposals are to carry routes; without a sidecar they never do.
     """
 
     needs_stack = False
@@ -106,7 +130,10 @@ class Dflash2Drafter:
         contraction: str,
         options: Dflash2Options | None = None,
         digest: str = "",
+        sidecar: Sidecar | None = None,
     ) -> None:
+        self.tells_routes = False
+        self._sidecar = sidecar
         self.kind: str = config.family
         self._options = options or Dflash2Options()
         self._walks = config.has_selector and self._options.use_selector
@@ -124,6 +151,7 @@ class Dflash2Drafter:
         last_rows = config.window - 1 if config.all_slide and config.window is not None else None
         self.feature_request = FeatureRequest(config.taps, contraction, last_rows)
         self._anchor: int | None = None
+        self._before: tuple[int, ...] = ()
         self._num_pending = 0
         self._is_idle_said = False
 
@@ -134,7 +162,7 @@ class Dflash2Drafter:
     def reset(self) -> None:
         """Forget the sequence."""
         self._context.reset()
-        self._anchor, self._num_pending = None, 0
+        self._anchor, self._before, self._num_pending = None, (), 0
 
     def observe(
         self,
@@ -166,7 +194,7 @@ class Dflash2Drafter:
             # So that features need not live until the next proposal.
             mx.async_eval(*self._context.arrays())
         self._count_accepted(len(tokens) - 1)
-        self._anchor = next_token
+        self._anchor, self._before = next_token, (*self._before, *tokens)[-NUM_BEFORE:]
 
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return up to `k` tokens; see `Drafter.propose`.
@@ -189,9 +217,15 @@ class Dflash2Drafter:
                 f"The first proposal is wanted at {sampling.position}, but the anchor is at {position}",
                 hint="hand over every kept row once",
             )
-        path, best_k, is_broken = self._path(k, position, sampling)
-        columns = [path.tokens, best_k, path.confidence, mx.broadcast_to(is_broken, best_k.shape)]
-        rows = self._target.to_host(mx.stack([column.astype(mx.float32) for column in columns], axis=-1))
+        drafted = self._draft(k, position, sampling)
+        path, best_k = drafted.path, drafted.best
+        columns = [path.tokens, best_k, path.confidence, mx.broadcast_to(drafted.is_broken, best_k.shape)]
+        read = mx.stack([column.astype(mx.float32) for column in columns], axis=-1).reshape(-1)
+        codes = self._codes(drafted, k)
+        if codes is not None:  # rides along: one wait serves both (D2)
+            read = mx.concatenate([read, codes.reshape(-1)])
+        values = self._target.to_host(read)
+        rows = [values[4 * slot : 4 * slot + 4] for slot in range(k)]
         if any(row[3] for row in rows):
             self.counts = replace(self.counts, num_broken=self.counts.num_broken + 1)
             return Proposal(())
@@ -206,21 +240,25 @@ class Dflash2Drafter:
         self._say_idle()
         self._num_pending = kept
         confidence = tuple(float(row[2]) for row in rows[:kept])
+        routes = None
+        if codes is not None:
+            routes = RouteHints(np.asarray(values[4 * k :], np.float32).reshape(k + 1, -1)[: kept + 1])
         if self._temperature(sampling) == 0:
-            return Proposal(tuple(tokens[:kept]), confidence=confidence)
+            return Proposal(tuple(tokens[:kept]), confidence=confidence, routes=routes)
         return Proposal(
             tuple(tokens[:kept]),
             law="rows",
             row_ids=path.ids[:kept],
             row_probs=path.probs[:kept],
             confidence=confidence,
+            routes=routes,
         )
 
     def snapshot(self) -> Dflash2Snapshot:
         """Return fused rows of the window, and where they end."""
         context = self._context.snapshot()
         mx.async_eval(context.fused)
-        return Dflash2Snapshot(context, self._anchor, self._digest)
+        return Dflash2Snapshot(context, self._anchor, self._digest, self._before)
 
     def restore(self, snapshot: object) -> None:
         """Go back to a snapshot of this draft. That it is of the same text is the engine's to know.
@@ -236,7 +274,7 @@ class Dflash2Drafter:
             raise DrafterError("This is no snapshot of this draft", hint="observe the text from the start")
         self._context.restore(snapshot.context)
         mx.async_eval(*self._context.arrays())
-        self._anchor, self._num_pending = snapshot.anchor, 0
+        self._anchor, self._before, self._num_pending = snapshot.anchor, snapshot.before, 0
 
     def num_bytes(self) -> int:
         """Return the bytes of the sequence's context; weights are not counted."""
@@ -265,8 +303,16 @@ class Dflash2Drafter:
             "broken": counts.num_broken,
         }
 
-    def _path(self, k: int, position: int, sampling: DraftSampling) -> tuple[Path, mx.array, mx.array]:
-        """Return the walk, every slot's best logit's id, and whether a value is not finite; all lazy."""
+    def _codes(self, drafted: _Drafted, k: int) -> mx.array | None:
+        """Return the sidecar's codes of anchor and path, lazy; None where nobody reads them."""
+        if self._sidecar is None or not self.tells_routes:
+            return None
+        path = mx.concatenate([mx.array([self._anchor], mx.int32), drafted.path.tokens.astype(mx.int32)])
+        hidden = drafted.hidden[: k + 1]
+        return self._sidecar.codes(hidden, self._before, path, self._target.embed, self._context.newest())
+
+    def _draft(self, k: int, position: int, sampling: DraftSampling) -> _Drafted:
+        """Compute the block and walk the path."""
         assert self._anchor is not None
         config, params = self._config, self._params
         slots = config.block_size if self._options.full_block else k + 1
@@ -280,7 +326,7 @@ class Dflash2Drafter:
         best_k = mx.argmax(logits, axis=-1)
         if not self._walks:
             path = best_tokens(logits)
-            return path, best_k, _is_broken(logits, path.scores)
+            return _Drafted(hidden[0], path, best_k, _is_broken(logits, path.scores))
         path = walk(
             params,
             self._anchor,
@@ -290,7 +336,7 @@ class Dflash2Drafter:
             position=position + 1,
             draw=lambda scores, at: self._draw(scores, sampling.seed, at),
         )
-        return path, best_k, _is_broken(logits, path.scores)
+        return _Drafted(hidden[0], path, best_k, _is_broken(logits, path.scores))
 
     def _temperature(self, sampling: DraftSampling) -> float:
         if sampling.temperature < GREEDY_BELOW or not self._walks:

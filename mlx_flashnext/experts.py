@@ -23,6 +23,7 @@ from expert_store.store import ExpertStore
 from mlx_flashnext.banks import SlotBanks
 from mlx_flashnext.checkpoint import ExpertLayout
 from mlx_flashnext.model.host import HostSync, fence
+from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.model.quant import expert_glu
 
 
@@ -41,12 +42,12 @@ class HandOver(NamedTuple):
 class RouteListener(Protocol):
     """Hears what streamed layers choose, and says what to read ahead. Moves bytes, decides nothing (I1)."""
 
-    def wants_early(self, layer: int) -> bool:
-        """Return whether the layer's router is to be asked while the layer before it runs."""
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return who is to guess later layers while this one runs."""
         ...
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
-        """Take the early choice of a layer."""
+        """Take what one of them said of a layer."""
         ...
 
     def routed(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> HandOver:
@@ -90,10 +91,10 @@ class ResidentExperts:
         del layer
         return True
 
-    def wants_early(self, layer: int) -> bool:
-        """Return False: nothing is read ahead."""
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return nobody: nothing is read ahead."""
         del layer
-        return False
+        return ()
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """Do nothing."""
@@ -164,14 +165,17 @@ class StreamedExperts:
         """Return whether slot and expert are the same number, so that ids may stay on the device."""
         return layer in self._identity
 
-    def wants_early(self, layer: int) -> bool:
-        """Return whether somebody listens who wants the layer's router asked one layer early.
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return who is to guess later layers while this one runs.
 
         Where either layer is resident nothing is read back, or nothing can be read ahead.
         """
-        if self.listener is None or layer in self._identity or layer - 1 in self._identity:
-            return False
-        return self.listener.wants_early(layer)
+        if self.listener is None or layer in self._identity:
+            return ()
+        asked = self.listener.looks_ahead(layer)
+        if not self._identity:
+            return asked
+        return [who for who in asked if layer + who.layers_ahead not in self._identity]
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """Pass on what a layer yet to come will probably choose."""

@@ -33,6 +33,7 @@ from mlx_flashnext.layer_state import GdnState, QsaState, empty_gdn, empty_qsa
 from mlx_flashnext.model.gdn import GdnJournal, recur
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.layer import DecoderLayer
+from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.model.qsa import QsaJournal
 from mlx_flashnext.model.quant import (
     DenseEmbedding,
@@ -84,10 +85,10 @@ class FewExperts:
         del layer
         return True
 
-    def wants_early(self, layer: int) -> bool:
-        """Return False: there is nothing to fetch."""
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return nobody: there is nothing to fetch."""
         del layer
-        return False
+        return ()
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """Do nothing."""

@@ -27,8 +27,10 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.measure import GREEDY
 from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.predictors import GateAhead
 from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.experts import HandOver
+from mlx_flashnext.model.moe import LookAhead
 
 Rows = list[list[int]]
 
@@ -40,9 +42,9 @@ class Ear:
         self.true: dict[int, Rows] = {}
         self.early: dict[int, Rows] = {}
 
-    def wants_early(self, layer: int) -> bool:
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
         del layer
-        return True
+        return (GateAhead(),)
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         self.early[layer] = [list(row) for row in ids_TN]

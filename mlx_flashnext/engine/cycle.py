@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
-from drafter.api import Drafter, Proposal
+from drafter.api import Drafter, Proposal, RouteDrafter, RouteHints
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.drafting import Drafting, DraftSnapshot
 from mlx_flashnext.engine.governor import Governor
@@ -130,6 +130,8 @@ class Timeline:
         self.hints = hints
         self.tokens: list[int] = []
         self.turns: list[TimelineSnapshot] = []
+        if hasattr(drafter, "tells_routes"):
+            cast("RouteDrafter", drafter).tells_routes = hints is not None and hints.wants_routes
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
         self.observer: CycleObserver | None = None
@@ -172,7 +174,7 @@ class Timeline:
         laps.end("draft")
         tokens = [anchor, *proposal.tokens]
         wants = drafting.wants()
-        with self._pass(tokens, is_revocable=True) as block:
+        with self._pass(tokens, is_revocable=True, routes=proposal.routes) as block:
             output = target.model.forward(
                 tokens, block, logits="all", taps=wants.taps, contraction=wants.contraction
             )
@@ -219,7 +221,9 @@ class Timeline:
         self.target.store.leave(self.owner, self.generation)
 
     @contextmanager
-    def _pass(self, tokens: Sequence[int], *, is_revocable: bool) -> Generator[Block]:
+    def _pass(
+        self, tokens: Sequence[int], *, is_revocable: bool, routes: RouteHints | None = None
+    ) -> Generator[Block]:
         """Open a block; within, the experts know whose it is and who listens, and what is guessed is read."""
         experts = self.target.experts
         experts.owner, experts.generation = self.owner, self.generation
@@ -227,7 +231,9 @@ class Timeline:
         experts.listener = self.hints
         try:
             if self.hints is not None:
-                experts.hand_over(self.hints.begin(tokens, len(self.tokens), is_prefill=not is_revocable))
+                position = len(self.tokens)
+                ahead = self.hints.begin(tokens, position, is_prefill=not is_revocable, routes=routes)
+                experts.hand_over(ahead)
             with self.state.begin(len(tokens), revocable=is_revocable) as block:
                 yield block
         finally:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from drafter.api import Drafter
 from drafter.lookup import LookupDrafter
 from drafter.mtp import MtpDrafter
+from drafter.sidecar import Sidecar
 from expert_store.prefetch import PrefetchLimits
 from expert_store.rows import RowTable
 from expert_store.source import ByteSource, FileSource
@@ -37,6 +38,7 @@ from mlx_flashnext.engine.mtp_view import open_mtp_view
 from mlx_flashnext.engine.own_draft import OwnDraft, find_draft
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
+from mlx_flashnext.engine.route_files import LoadedRoutes, RouteFiles, find_routes, load_routes
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
 from mlx_flashnext.engine.verify import Asked, resolve_rule
 from mlx_flashnext.engine.warm import WarmStart
@@ -61,6 +63,7 @@ class Engine:
 
     Attributes:
         notices: lines that the person should read once, such as a draft's licence.
+        routes: trained hints that fit model and draft.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Engine:
         new_drafter: Callable[[], Drafter | None],
         notices: tuple[str, ...],
         warm: WarmStart,
+        routes: LoadedRoutes,
         resources: contextlib.ExitStack,
     ) -> None:
         self.checkpoint = checkpoint
@@ -82,6 +86,7 @@ class Engine:
         self.notices = notices
         self._new_drafter = new_drafter
         self.warm = warm
+        self.routes = routes
         self._resources = resources
         self._num_timelines = 0
         self._closed = False
@@ -121,7 +126,10 @@ class Engine:
         request = request or PlanRequest()
         found = find_draft(checkpoint, machine, request)
         own = found.draft
-        plan = make_plan(checkpoint, machine, request, own and own.bytes, found.reason)
+        routes = _routes(checkpoint, request, own)
+        plan = make_plan(
+            checkpoint, machine, request, own and own.bytes, found.reason, hint_bytes=routes.num_bytes
+        )
         prepare_device(machine, plan.total_bytes)
         with contextlib.ExitStack() as resources:
             source = wrap_source(FileSource(checkpoint.table.files))
@@ -129,13 +137,17 @@ class Engine:
                 source = VerifiedSource(source, checkpoint.records, verify=plan.verify_reads)
             resources.callback(source.close)
             target, weights = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
-            new_drafter = _open_drafter(target, weights, plan, own)
+            pad_id = 0 if own is None else own.mask_token_id
+            loaded = load_routes(routes, target.model.compute_dtype, pad_id)
+            new_drafter = _open_drafter(target, weights, plan, own, loaded.sidecar)
             weights.check_all_used()
             notices = own.notices if own is not None and plan.draft == "dflash2" else ()
+            notices = (*notices, *loaded.notices)
             warm = _warm_start(checkpoint, plan, target, warm_directory)
             resources.callback(warm.save)
             warm.begin()
-            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, warm, resources.pop_all())
+            kept = resources.pop_all()
+            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, warm, loaded, kept)
 
     def session(
         self,
@@ -194,7 +206,13 @@ class Engine:
             return None
         layouts = self.checkpoint.experts
         layers = {layer: layout.record.num_experts for layer, layout in layouts.items()}
-        setting = PredictorSetting(layers, self.config.num_experts_per_tok, self.target.store.demand_counts())
+        setting = PredictorSetting(
+            layers,
+            self.config.num_experts_per_tok,
+            self.target.store.demand_counts(),
+            near=self.routes.near,
+            head=None if self.routes.sidecar is None else self.routes.sidecar.head,
+        )
         return Hints(make_predictor(kind, setting), self.config.num_hidden_layers)
 
     def close(self) -> None:
@@ -264,8 +282,19 @@ def _open_target(
     return Target(model, experts, store, rows, sync), weights
 
 
+def _routes(checkpoint: Checkpoint, request: PlanRequest, own: OwnDraft | None) -> RouteFiles:
+    """Look for the trained hints that were asked for."""
+    if own is None:
+        return find_routes(checkpoint, request.hints, None, "")
+    return find_routes(checkpoint, request.hints, own.directory, own.verdict.digest)
+
+
 def _open_drafter(
-    target: Target, weights: CheckpointWeights, plan: Plan, own: OwnDraft | None
+    target: Target,
+    weights: CheckpointWeights,
+    plan: Plan,
+    own: OwnDraft | None,
+    sidecar: Sidecar | None,
 ) -> Callable[[], Drafter | None]:
     """Load the planned drafter, if any, and return what makes one for each sequence."""
     model, sync = target.model, target.sync
@@ -276,7 +305,7 @@ def _open_drafter(
         return lambda: MtpDrafter(view)
     if plan.draft == "dflash2" and own is not None:
         own.load(DraftTarget(model, sync), model.compute_dtype)
-        return lambda: own.drafter(plan.context_tokens)
+        return lambda: own.drafter(plan.context_tokens, sidecar)
     return lambda: None
 
 

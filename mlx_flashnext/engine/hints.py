@@ -3,15 +3,16 @@
 All policy of hints is here: which class a guess is read in, when it is expected to be needed, how many may
 be handed over, and that a predictor which fails is left alone from then on. The store decides what is read.
 
+    after a proposal     predictor.drafted    what the drafter says of the block to come
     at a block's start   predictor.begin   -> speculative, by layer order
     after layer l's ids  predictor.routed  -> near for the block that runs, speculative beyond it
-                         predictor.expect  -> near, for layer l + 1
+                         predictor.expect  -> near, for a layer soon after l
 
 Invariants:
     I1  hints move bytes, never decisions: nothing here reaches the model;
     H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
-    H2  a router is asked early only where that leads to reads: after `IDLE_PASSES` passes without one it is
-        asked in one pass of `REST_PASSES`;
+    H2  layers are guessed while earlier ones run only where that leads to reads: after `IDLE_PASSES` passes
+        without one it is done in one pass of `REST_PASSES`;
     H3  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
 """
 
@@ -19,10 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from drafter.api import RouteHints
 from expert_store.keys import Prefetch, ReadClass
 from mlx_flashnext.engine.predictors import Guess, Predictor, Rows
 from mlx_flashnext.engine.routes import RouteLog
 from mlx_flashnext.experts import HandOver
+from mlx_flashnext.model.moe import LookAhead
 
 MAX_HINTS: Final = 2048
 """Hints of one hand-over. The real model chooses 480 records a token; a predictor may be anything."""
@@ -59,13 +62,26 @@ class Hints:
         self.num_guesses = 0
         self.stopped = ""
 
-    def begin(self, tokens: Sequence[int], position: int, *, is_prefill: bool) -> HandOver:
+    @property
+    def wants_routes(self) -> bool:
+        """Whether a drafter that can is to say which experts its proposals will want."""
+        return self._predictor is not None and self._predictor.wants_routes and not self.stopped
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        *,
+        is_prefill: bool,
+        routes: RouteHints | None = None,
+    ) -> HandOver:
         """Open a block and return what to read ahead for it.
 
         Args:
             tokens: of the block.
             position: tokens before it.
             is_prefill: a chunk of the prompt (H3).
+            routes: what the drafter says of the block's rows, if it does.
         """
         self._pass += 1
         self._is_open = True
@@ -76,23 +92,24 @@ class Hints:
             self._num_resting -= 1
         if self._log is not None:
             self._log.begin(position, len(tokens))
+        self._ask(lambda predictor: predictor.drafted(routes) or ())
         guesses = self._ask(lambda predictor: predictor.begin(tokens, position))
         return self._ahead(guesses, ReadClass.SPECULATIVE)
 
-    def wants_early(self, layer: int) -> bool:
-        """Return whether the layer's router is to be asked while the layer before it runs."""
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return who is to guess later layers while this one runs."""
         del layer
         if not self._is_predicting or self._predictor is None or self._num_resting:
-            return False
-        return self._predictor.wants_early
+            return ()
+        return self._predictor.look_ahead
 
     def accepted(self, num_tickets: int) -> None:
         """Hear how many reads the last hand-over has led to."""
         self._num_accepted += num_tickets
 
     def expect(self, layer: int, ids_TN: Rows) -> None:
-        """Take the early choice of a layer; it is handed over with what `routed` says."""
-        self._expected = self._ask(lambda predictor: predictor.expect(layer, ids_TN))
+        """Take an early guess of a layer; it is handed over with what `routed` says."""
+        self._expected += self._ask(lambda predictor: predictor.expect(layer, ids_TN))
 
     def routed(self, layer: int, ids_TK: Rows) -> HandOver:
         """Take a layer's true choice and return what to read ahead now."""

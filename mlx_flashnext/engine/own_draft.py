@@ -18,6 +18,7 @@ from drafter.errors import DrafterError
 from drafter.facts import TargetFacts
 from drafter.layers import Params
 from drafter.loading import load_parameters
+from drafter.sidecar import Sidecar
 from expert_store.errors import StoreError
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import version_of
@@ -174,8 +175,14 @@ class OwnDraft:
                 raise IncompatibleDrafter(error.message, hint=error.hint) from error
         self._view, self._dtype = view, dtype
 
-    def drafter(self, context_tokens: int) -> Dflash2Drafter:
-        """Return a drafter for one more sequence of at most `context_tokens`."""
+    @property
+    def mask_token_id(self) -> int:
+        """Return the id that stands for tokens that are not known."""
+        assert self.verdict.config is not None
+        return self.verdict.config.mask_token_id
+
+    def drafter(self, context_tokens: int, sidecar: Sidecar | None = None) -> Dflash2Drafter:
+        """Return a drafter for one more sequence of at most `context_tokens`, with the sidecar, if any."""
         assert self._params is not None
         assert self._view is not None
         config, contraction = self.verdict.config, self.verdict.contraction
@@ -192,4 +199,5 @@ class OwnDraft:
                 num_ids=self._num_ids, stop_ids=self._stop_ids, capacity_tokens=context_tokens
             ),
             digest=self.verdict.digest,
+            sidecar=sidecar,
         )

@@ -133,6 +133,7 @@ def make_plan(
     request: PlanRequest,
     own: DraftBytes | None = None,
     why_no_own: str | None = None,
+    hint_bytes: int = 0,
 ) -> Plan:
     """Decide the memory of a run.
 
@@ -142,6 +143,7 @@ def make_plan(
         request: what was asked.
         own: what a draft takes that the gate let in; `auto` prefers it.
         why_no_own: why there is none, for `auto`.
+        hint_bytes: what trained hints take that fit model and draft.
 
     Returns:
         The plan; its total is at most its budget.
@@ -155,7 +157,7 @@ def make_plan(
     """
     _check(request, checkpoint, machine)
     if request.draft != "auto":
-        return _plan_with(checkpoint, machine, request, request.draft, "as asked", own)
+        return _plan_with(checkpoint, machine, request, request.draft, "as asked", own, hint_bytes)
     missing = _mtp_missing(checkpoint)
     reasons = [] if why_no_own is None else [why_no_own]
     for draft, is_there in (("dflash2", own is not None), ("mtp", missing is None)):
@@ -163,12 +165,12 @@ def make_plan(
             try:
                 why = f" ({'; '.join(reasons)})" if reasons else ""
                 reason = f"the best that is there{why}"
-                return _plan_with(checkpoint, machine, request, draft, reason, own)
+                return _plan_with(checkpoint, machine, request, draft, reason, own, hint_bytes)
             except BudgetTooSmall:
                 reasons.append(f"{draft} does not fit this memory target")
         elif draft == "mtp" and missing is not None:
             reasons.append(missing)
-    return _plan_with(checkpoint, machine, request, "lookup", "; ".join(reasons), None)
+    return _plan_with(checkpoint, machine, request, "lookup", "; ".join(reasons), None, hint_bytes)
 
 
 def _plan_with(
@@ -178,6 +180,7 @@ def _plan_with(
     draft: str,
     reason: str,
     own: DraftBytes | None,
+    hint_bytes: int,
 ) -> Plan:
     """Make the plan for one drafter."""
     asked = None if draft == "none" else request.num_draft_tokens
@@ -193,6 +196,7 @@ def _plan_with(
         draft=draft,
         num_draft_tokens=num_draft_tokens,
         own=own,
+        hint_bytes=hint_bytes,
     )
     budget = machine.ceiling_bytes() if request.memory_bytes is None else request.memory_bytes
     context = _context(sizes, checkpoint, budget, request.context_tokens)

@@ -9,6 +9,7 @@ ends prediction, not the answer.
     previous    what the layer chose for the token before
     random      anything: what hints cost when they are worth nothing
     near-gate   the next layer's router, asked one layer early
+    near-linear, sidecar, both   trained: see `learned_predictors.py`
     oracle      what a recorded run of the same tokens chose: the bound of all of them
 
 Source: metrics.md, "Prediction"; qwen4exp.md 2.7 for the router.
@@ -17,34 +18,32 @@ Source: metrics.md, "Prediction"; qwen4exp.md 2.7 for the router.
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, Protocol, get_args
 
+import mlx.core as mx
+
+from drafter.api import RouteHints
+from drafter.near import NearMap
+from drafter.sidecar import RouteHead
+from mlx_flashnext.engine.guess import Guess as Guess
+from mlx_flashnext.engine.guess import Rows as Rows
+from mlx_flashnext.engine.learned_predictors import learned
 from mlx_flashnext.engine.routes import RecordedRoutes
-
-Rows = Sequence[Sequence[int]]
-
-
-class Guess(NamedTuple):
-    """One record that will probably be wanted.
-
-    Attributes:
-        layer: layer index.
-        expert: expert of that layer.
-        confidence: from 0 to 1; orders the guesses of a layer.
-        passes_ahead: 0 for the block that runs, 1 for the one after it.
-    """
-
-    layer: int
-    expert: int
-    confidence: float = 1.0
-    passes_ahead: int = 0
+from mlx_flashnext.model.layer import DecoderLayer
+from mlx_flashnext.model.moe import LookAhead
 
 
 class Predictor(Protocol):
     """Guesses routes."""
 
-    wants_early: bool
-    """Whether each layer's router is to be asked one layer early."""
+    look_ahead: tuple[LookAhead, ...]
+    """Who guesses later layers while earlier ones run."""
+    wants_routes: bool
+    """Whether it has a use for what a drafter says of its proposals' routes."""
+
+    def drafted(self, routes: RouteHints | None) -> None:
+        """Hear what the drafter says of the block that is about to begin; None if it says nothing."""
+        ...
 
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
         """Return guesses at the start of a block of tokens, of which the first follows `position` others."""
@@ -55,7 +54,7 @@ class Predictor(Protocol):
         ...
 
     def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
-        """Return guesses from the early choice of the layer after the one that runs, likeliest first."""
+        """Return guesses from what one of `look_ahead` said of a layer."""
         ...
 
     def commit(self, num_rows: int) -> None:
@@ -66,7 +65,11 @@ class Predictor(Protocol):
 class _Silent(Predictor):
     """Guesses nothing."""
 
-    wants_early = False
+    look_ahead: tuple[LookAhead, ...] = ()
+    wants_routes = False
+
+    def drafted(self, routes: RouteHints | None) -> None:
+        del routes
 
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
         del tokens, position
@@ -84,10 +87,28 @@ class _Silent(Predictor):
         del num_rows
 
 
+class GateAhead(LookAhead):
+    """Asks the next layer's own router; says expert ids, the likeliest first.
+
+    Args:
+        num_ids: how many; None for as many as the router chooses.
+    """
+
+    layers_ahead = 1
+
+    def __init__(self, num_ids: int | None = None) -> None:
+        self._num_ids = num_ids
+
+    def guess(self, layer: int, later: DecoderLayer, stack_TGD: mx.array) -> mx.array:
+        """Return ids_TN."""
+        del layer
+        return later.early_route(stack_TGD, self._num_ids)
+
+
 class NearGate(_Silent):
     """The next layer's router, on what its own read finds before this layer's experts have answered."""
 
-    wants_early = True
+    look_ahead = (GateAhead(),)
 
     def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
         """Return the early choice, the likeliest first."""
@@ -244,8 +265,10 @@ class Oracle(_Silent):
         return [Guess(layer, expert, passes_ahead=1) for expert in found]
 
 
-HintKind = Literal["off", "frequency", "previous", "random", "near-gate", "oracle"]
-HINTS: Final = ("off", "frequency", "previous", "random", "near-gate", "oracle")
+HintKind = Literal[
+    "off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both", "oracle"
+]
+HINTS: Final[tuple[str, ...]] = get_args(HintKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +281,8 @@ class PredictorSetting:
         counts: choices of earlier runs by layer and expert, for `frequency`.
         routes: of a recorded run, for `oracle`.
         seed: of draws, for `random`.
+        near: the trained map of this model, for `near-linear` and `both`.
+        head: of the draft's route sidecar, for `sidecar` and `both`.
     """
 
     layers: Mapping[int, int]
@@ -265,16 +290,21 @@ class PredictorSetting:
     counts: Mapping[int, Sequence[int]] | None = None
     routes: RecordedRoutes | None = None
     seed: int = 0
+    near: NearMap | None = None
+    head: RouteHead | None = None
 
 
 def make_predictor(kind: str, setting: PredictorSetting) -> Predictor | None:
-    """Return a predictor by name; None for `off`, and for an `oracle` without a recorded run."""
+    """Return a predictor by name; None for `off`, and where what it is made from is not there."""
     makers: dict[str, Callable[[], Predictor | None]] = {
         "off": lambda: None,
         "frequency": lambda: Frequency(setting.layers, 2 * setting.top_k, setting.counts),
         "previous": lambda: Previous(sorted(setting.layers)),
         "random": lambda: Random(setting.layers, setting.top_k, setting.seed),
         "near-gate": NearGate,
+        "near-linear": lambda: learned(setting.layers, setting.near, None),
+        "sidecar": lambda: learned(setting.layers, None, setting.head),
+        "both": lambda: learned(setting.layers, setting.near, setting.head),
         "oracle": lambda: None if setting.routes is None else Oracle(setting.routes),
     }
     return makers[kind]()

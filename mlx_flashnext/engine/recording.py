@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from drafter.api import Law
+from drafter.api import Law, RouteHints
 from drafter.record import (
     DIGEST,
     FORMAT,
@@ -43,6 +43,7 @@ from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import Rule
 from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.host import HostSync, fence, to_host
+from mlx_flashnext.model.moe import LookAhead
 
 _log = logging.getLogger(__name__)
 
@@ -112,16 +113,28 @@ class OverheardHints(Hints):
         heard, self._heard = self._heard, _Heard()
         return heard
 
-    def begin(self, tokens: Sequence[int], position: int, *, is_prefill: bool) -> HandOver:
+    @property
+    def wants_routes(self) -> bool:
+        """See `Hints`."""
+        return self._inner is not None and self._inner.wants_routes
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        *,
+        is_prefill: bool,
+        routes: RouteHints | None = None,
+    ) -> HandOver:
         """Open a block; see `Hints`."""
         self._heard = _Heard()
         if self._inner is None:
             return HandOver()
-        return self._pass_on(self._inner.begin(tokens, position, is_prefill=is_prefill))
+        return self._pass_on(self._inner.begin(tokens, position, is_prefill=is_prefill, routes=routes))
 
-    def wants_early(self, layer: int) -> bool:
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
         """See `Hints`."""
-        return self._inner is not None and self._inner.wants_early(layer)
+        return () if self._inner is None else self._inner.looks_ahead(layer)
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """See `Hints`."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
-from drafter.api import Drafter
+from drafter.api import Drafter, RouteHints
 from drafter.record import LAST_STACK, LAYER_OUTPUT, TraceRefused
 from expert_store.keys import Prefetch, ReadClass
 from expert_store.layout import RecordLayout, Span
@@ -115,10 +115,14 @@ class _State(TransactionalState):
 class _Predictor:
     """Says what is scripted: guesses for the block at its start, for the next one after its first layer."""
 
-    wants_early = False
+    look_ahead = ()
+    wants_routes = False
 
     def __init__(self) -> None:
         self.guesses: Sequence[tuple[int, int, Mapping[int, float]]] = ()
+
+    def drafted(self, routes: RouteHints | None) -> None:
+        del routes
 
     def begin(self, tokens: Sequence[int], position: int) -> list[Guess]:
         del tokens, position

@@ -67,6 +67,7 @@ class Sizes:
             `oracle`.
         num_draft_tokens: proposals of one cycle.
         own: what the draft takes, for `dflash2`.
+        hint_bytes: what trained hints take.
 
     Attributes:
         fewest_slots: expert slots of a layer without which no token can be computed.
@@ -84,9 +85,11 @@ class Sizes:
         draft: str,
         num_draft_tokens: int,
         own: DraftBytes | None = None,
+        hint_bytes: int = 0,
     ) -> None:
         self._checkpoint = checkpoint
         self._own = own
+        self._hint_bytes = hint_bytes
         self._draft = draft
         self._num_draft_tokens = num_draft_tokens
         self._machine = machine
@@ -196,6 +199,8 @@ class Sizes:
             ),
             *self._draft_line(context, slots),
         ]
+        if self._hint_bytes:
+            lines.append(PlanLine("route hints", self._hint_bytes, "trained maps of what to read ahead"))
         widened = slots * self._widened_per_slot + self._widened_pairs
         if widened:
             reason = "expert parts of one layer brought to the type they are computed in"

@@ -28,7 +28,7 @@ from mlx_flashnext.layer_state import PleState, Staged
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperRead
 from mlx_flashnext.model.layer import DecoderLayer
-from mlx_flashnext.model.moe import ExpertProvider
+from mlx_flashnext.model.moe import ExpertProvider, LookAhead
 from mlx_flashnext.model.mtp import MtpCell
 from mlx_flashnext.model.ple import NgramMemory, RowSource, ngram_rows
 from mlx_flashnext.model.rope import Rope
@@ -146,7 +146,7 @@ class FlashNext:
                 before.layers[index],
                 before.num_tokens,
                 is_revocable=is_revocable,
-                following=self._following(index),
+                ahead=self._ahead(index),
             )
             staged.append(staged_layer)
             if index in taps:
@@ -172,10 +172,10 @@ class FlashNext:
             return self._layers[index + 1].attention_mix(stack_TGD)
         return self._mixer(stack_TGD)
 
-    def _following(self, index: int) -> DecoderLayer | None:
-        """Return the next layer, if its experts are to be guessed while layer `index` runs."""
-        is_last = index + 1 == len(self._layers)
-        return None if is_last or not self.experts.wants_early(index + 1) else self._layers[index + 1]
+    def _ahead(self, index: int) -> list[tuple[LookAhead, int, DecoderLayer]]:
+        """Return which later layers are to be guessed while layer `index` runs, and by whom."""
+        asked = [(who, index + who.layers_ahead) for who in self.experts.looks_ahead(index)]
+        return [(who, later, self._layers[later]) for who, later in asked if later < len(self._layers)]
 
     def with_experts(self, experts: ExpertProvider) -> FlashNext:
         """Return the same model, sharing every weight, over another provider of experts."""

@@ -8,6 +8,7 @@ Source: qwen4exp.md 2.1.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from mlx_flashnext.layer_state import GdnState, LayerState, QsaState, Staged
 from mlx_flashnext.model.gdn import GatedDeltaNet
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperConnection
-from mlx_flashnext.model.moe import ExpertProvider, MixtureOfExperts
+from mlx_flashnext.model.moe import Early, ExpertProvider, LookAhead, MixtureOfExperts
 from mlx_flashnext.model.qsa import SparseAttention
 from mlx_flashnext.model.rope import Rope
 from mlx_flashnext.model.weight_source import WeightSource
@@ -64,7 +65,7 @@ class DecoderLayer:
         position: int,
         *,
         is_revocable: bool,
-        following: DecoderLayer | None = None,
+        ahead: Sequence[tuple[LookAhead, int, DecoderLayer]] = (),
     ) -> tuple[mx.array, Staged]:
         """Run the layer on a block of positions.
 
@@ -73,7 +74,7 @@ class DecoderLayer:
             state: What the layer carries from the tokens before.
             position: Tokens before the block.
             is_revocable: Keep what it takes to return to any row.
-            following: The layer whose experts are to be guessed while this one runs.
+            ahead: Who guesses the experts of which later layer, with its index, while this one runs.
 
         Returns:
             The stack and the state after the layer.
@@ -84,15 +85,16 @@ class DecoderLayer:
         (y_TD,) = mx.depends([y_TD], staged.arrays())
         stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
         mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
-        early_TN = None if following is None else following.early_route(stack_TGD)
-        return HyperConnection.write(stack_TGD, self._moe(mixed_TD, early_TN), inject_TG), staged
+        early = [Early(index, who.guess(index, later, stack_TGD)) for who, index, later in ahead]
+        return HyperConnection.write(stack_TGD, self._moe(mixed_TD, early), inject_TG), staged
 
-    def early_route(self, stack_TGD: mx.array) -> mx.array:
-        """Guess this layer's experts, ids_TK, the likeliest first, from an earlier stack.
+    def early_read(self, stack_TGD: mx.array) -> mx.array:
+        """Return x_TD as this layer would read an earlier stack for its experts, without its attention."""
+        return self._mlp_hyper(stack_TGD)
 
-        The layer's own read for its experts and its own router, without its attention.
-        """
-        return self._moe.early_route(self._mlp_hyper(stack_TGD))
+    def early_route(self, stack_TGD: mx.array, num_ids: int | None = None) -> mx.array:
+        """Guess this layer's experts from an earlier stack: its own read and its own router, ids_TK."""
+        return self._moe.early_route(self._mlp_hyper(stack_TGD), num_ids)
 
     def attention_mix(self, stack_TGD: mx.array) -> mx.array:
         """Return x_TD as this layer's attention would read the stack."""

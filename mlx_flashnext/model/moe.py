@@ -7,8 +7,8 @@ E2. Outputs are weighted and summed in float32 in ascending expert id, whatever 
     order records arrived; one rounding; then the shared expert is added.
 E3. One read-back of ids per layer, and none where every expert is resident. The shared expert is queued
     before the host waits, in a submission of its own: in one submission the ids would wait for it.
-E4. What the next layer will probably choose rides on the same read-back, if somebody wants to know: no
-    second wait, and no part in any result.
+E4. What later layers will probably choose rides on the same read-back, if somebody wants to know: no second
+    wait, and no part in any result.
 
 Source: qwen4exp.md 2.7, statements 17 to 20; the two submissions are measured in the project's feasibility
 notes.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -28,6 +28,35 @@ from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.model.host import HostSync, to_host
 from mlx_flashnext.model.select import select_top
 from mlx_flashnext.model.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from mlx_flashnext.model.layer import DecoderLayer
+
+
+class LookAhead(Protocol):
+    """Guesses what a layer yet to come will choose, from the stack that an earlier one has now."""
+
+    @property
+    def layers_ahead(self) -> int:
+        """Return how many layers before its turn a layer is guessed; at least 1."""
+        ...
+
+    def guess(self, layer: int, later: DecoderLayer, stack_TGD: mx.array) -> mx.array:
+        """Return int32 [T, N], lazy, in whatever code the one who hears it in `expect` reads.
+
+        Args:
+            layer: Index of the layer to come.
+            later: That layer; its reads of a stack may be borrowed.
+            stack_TGD: The stack of the layer that runs, before its experts have answered.
+        """
+        ...
+
+
+class Early(NamedTuple):
+    """What a layer yet to come will probably choose: its index, and int32 [T, N] from `LookAhead.guess`."""
+
+    layer: int
+    guess: mx.array
 
 
 class ExpertProvider(Protocol):
@@ -37,8 +66,8 @@ class ExpertProvider(Protocol):
         """Return whether every expert of the layer is in memory, so that ids may stay on the device."""
         ...
 
-    def wants_early(self, layer: int) -> bool:
-        """Return whether it wants to `expect` the layer's experts while the layer before it runs."""
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        """Return who guesses later layers while this one runs; what they say comes back by `expect`."""
         ...
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
@@ -46,7 +75,7 @@ class ExpertProvider(Protocol):
 
         Args:
             layer: Layer index.
-            ids_TN: Expert ids of every position, the likeliest first.
+            ids_TN: Of every position, in the code of the `LookAhead` that guessed.
         """
         ...
 
@@ -96,23 +125,23 @@ class MixtureOfExperts:
         self._up = weights.linear(f"{name}.shared_expert.up_proj", shared, hidden)
         self._down = weights.linear(f"{name}.shared_expert.down_proj", hidden, shared)
 
-    def __call__(self, x_TD: mx.array, early_TN: mx.array | None = None) -> mx.array:
+    def __call__(self, x_TD: mx.array, early: Sequence[Early] = ()) -> mx.array:
         """Return y_TD of a block of positions.
 
         Args:
             x_TD: What the layer's hyper-connection read.
-            early_TN: What the next layer will probably choose, for whoever provides the experts.
+            early: What later layers will probably choose, for whoever provides the experts.
         """
         ids_TK, weights_TK = self.route(x_TD)
         if self._experts.is_resident(self._layer):
             shared_TD = self._shared(x_TD)
             y_TKD = self._experts.run(self._layer, x_TD, ids_TK)
         else:
-            read_TJ = ids_TK if early_TN is None else mx.concatenate([ids_TK, early_TN], axis=1)
+            read_TJ = mx.concatenate([ids_TK, *(one.guess for one in early)], axis=1) if early else ids_TK
             mx.async_eval(read_TJ)
             shared_TD = self._shared(x_TD)
             mx.async_eval(shared_TD)
-            y_TKD = self._experts.run(self._layer, x_TD, self._read_back(read_TJ, ids_TK.shape[1]))
+            y_TKD = self._experts.run(self._layer, x_TD, self._read_back(read_TJ, ids_TK.shape[1], early))
         routed_TD = (weights_TK[..., None] * y_TKD).sum(axis=1)
         return routed_TD.astype(x_TD.dtype) + shared_TD
 
@@ -130,10 +159,15 @@ class MixtureOfExperts:
             weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
         return ids_TK, weights_TK
 
-    def early_route(self, x_TD: mx.array) -> mx.array:
-        """Return the ids ids_TK this layer would choose of an input it will not get, the likeliest first."""
+    def early_route(self, x_TD: mx.array, num_ids: int | None = None) -> mx.array:
+        """Return the ids this layer would choose of an input it will not get, the likeliest first.
+
+        Args:
+            x_TD: The input.
+            num_ids: How many to return; None for as many as it chooses.
+        """
         probability_TE = mx.softmax(self._router(x_TD).astype(mx.float32), axis=-1)
-        ids_TK = select_top(probability_TE, self._config.num_experts_per_tok)
+        ids_TK = select_top(probability_TE, num_ids or self._config.num_experts_per_tok)
         order_TK = mx.argsort(-mx.take_along_axis(probability_TE, ids_TK, axis=-1), axis=-1)
         return mx.take_along_axis(ids_TK, order_TK, axis=-1)
 
@@ -143,12 +177,16 @@ class MixtureOfExperts:
         other._experts = experts
         return other
 
-    def _read_back(self, read_TJ: mx.array, top_k: int) -> list[list[int]]:
+    def _read_back(self, read_TJ: mx.array, top_k: int, early: Sequence[Early]) -> list[list[int]]:
         """Return the ids of this layer on the host; what rides behind them is handed on (E4)."""
         rows: list[list[int]] = to_host(self._sync, read_TJ)
-        if read_TJ.shape[1] == top_k:
+        if not early:
             return rows
-        self._experts.expect(self._layer + 1, [row[top_k:] for row in rows])
+        begin = top_k
+        for layer, guess in early:
+            end = begin + guess.shape[1]
+            self._experts.expect(layer, [row[begin:end] for row in rows])
+            begin = end
         return [row[:top_k] for row in rows]
 
     def _shared(self, x_TD: mx.array) -> mx.array:

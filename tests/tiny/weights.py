@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_flashnext.config import ModelConfig, QuantSpec, read_config
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
+from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.model.mtp import MtpCell
 from mlx_flashnext.model.quant import (
     DenseEmbedding,
@@ -134,8 +135,8 @@ class TinyExperts:
     def is_resident(self, layer: int) -> bool:
         return self._resident
 
-    def wants_early(self, layer: int) -> bool:
-        return False
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        return ()
 
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         raise AssertionError("nobody wanted to know")

@@ -73,7 +73,7 @@ def test_random_is_repeatable_and_names_what_exists():
 
 
 def test_near_gate_is_as_sure_of_an_expert_as_its_best_rank():
-    assert NearGate.wants_early
+    assert NearGate.look_ahead
     guesses = {guess.expert: guess.confidence for guess in NearGate().expect(1, [[3, 1], [1, 5]])}
     assert guesses == {3: 1.0, 1: 1.0, 5: 0.5}
     assert best_by_rank(1, []) == []
@@ -96,7 +96,8 @@ def test_every_name_makes_its_predictor():
     made = {kind: type(make_predictor(kind, setting)).__name__ for kind in HINTS}
     assert made == {
         "off": "NoneType", "frequency": "Frequency", "previous": "Previous", "random": "Random",
-        "near-gate": "NearGate", "oracle": "Oracle",
+        "near-gate": "NearGate", "near-linear": "NoneType", "sidecar": "NoneType", "both": "NoneType",
+        "oracle": "Oracle",
     }  # fmt: skip
     assert make_predictor("oracle", PredictorSetting(LAYERS, 2)) is None
 
@@ -147,7 +148,7 @@ def test_a_guess_beyond_the_block_is_speculative_and_outlives_it():
 def test_the_early_choice_goes_with_the_layers_one_hand_over():
     hints = Hints(NearGate(), num_layers=3)
     hints.begin([1], 0, is_prefill=False)
-    assert hints.wants_early(1)
+    assert hints.looks_ahead(1)
     hints.expect(1, [[4, 6]])
     assert [(hint.layer, hint.expert) for hint in hints.routed(0, [[1, 2]]).hints] == [(1, 4), (1, 6)]
     assert hints.routed(1, [[1, 2]]).hints == ()
@@ -158,7 +159,7 @@ def test_a_router_whose_early_choice_is_always_there_is_asked_now_and_then():
 
     def asked(num_tickets: int) -> bool:
         hints.begin([1], 0, is_prefill=False)
-        wants = hints.wants_early(1)
+        wants = bool(hints.looks_ahead(1))
         hints.accepted(num_tickets if wants else 0)
         hints.commit(1)
         return wants
@@ -175,7 +176,7 @@ def test_a_router_whose_early_choice_is_always_there_is_asked_now_and_then():
 def test_prefill_and_foreign_layers_get_no_hints():
     hints = Hints(Scripted([Guess(0, 1)]), num_layers=3, log=RouteLog())
     assert hints.begin([1, 2], 0, is_prefill=True).hints == ()
-    assert not hints.wants_early(1)
+    assert not hints.looks_ahead(1)
     assert hints.routed(0, [[1], [2]]).hints == ()
     hints.commit(2)
     hints.begin([1], 2, is_prefill=False)
@@ -201,7 +202,7 @@ def test_whatever_a_predictor_says_ends_prediction_at_worst(says):
     hints = Hints(Scripted(says), num_layers=3)
     assert hints.begin([1], 0, is_prefill=False).hints == ()
     assert hints.stopped
-    assert not hints.wants_early(1)
+    assert not hints.looks_ahead(1)
     assert hints.routed(0, [[1]]).hints == ()
     hints.commit(1)
     assert hints.begin([1], 1, is_prefill=False).hints == ()

@@ -1,0 +1,225 @@
+"""The route sidecar: which experts of the target the rows of a proposal will want, from the draft's state.
+
+Entry points: `Sidecar` (on the device, inside the drafter's own pass) and `RouteHead` (on the host, where
+reads are issued). A verifier row t is the token d_t; slot t of the block knows the context, d_t and the two
+tokens before it are what the target's n-gram memory will look up. All of it becomes one code of rank r:
+
+    code_t  = W_h h_t + W_0 e(d_t) + W_1 e(d_t-1) + W_2 e(d_t-2) + W_c c + slot_t        on the device
+    score_tl = heads_l silu(code_t + layer_l) + bias_l                                   on the host
+    code_t += sum over experts e that layer m chose for row t of seen_me                 after layer m has run
+
+so that one forward of the trunk a proposal serves all layers, rides on the read-back that the proposal needs
+anyway, and is refreshed inside the verify pass by what earlier layers have shown, without asking the device.
+
+Invariants:
+R1. Nothing here reaches a token: codes leave beside the proposal, and only reads are made of them.
+R2. Rows of a code follow the proposed path: the anchor first, then every proposed token.
+
+Source: dflash2.md 4.6. The form of trunk, heads and refresh is ours; docs/TRAINING.md says what it reaches.
+"""
+
+# Shapes: R rows, H hidden, r rank, B slots, L routed layers, E experts, K experts of a row.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter.layers import Params
+
+INPUTS = ("hidden", "token", "before", "earlier", "context")
+NUM_BEFORE = 2
+"""Tokens before a row's own that its code reads."""
+EPSILON = 1e-6
+_CLIP = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSizes:
+    """Sizes of a sidecar.
+
+    Attributes:
+        hidden_size: H, of the draft and of embedding rows.
+        rank: r of the codes.
+        num_slots: B of the draft's block: most rows that have a slot of their own.
+        layers: of the target whose routes it was trained on, ascending.
+        num_experts: E of each.
+        top_k: K that a row chooses.
+    """
+
+    hidden_size: int
+    rank: int
+    num_slots: int
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by name."""
+        num_layers = len(self.layers)
+        heads = (num_layers, self.num_experts, self.rank)
+        return {
+            **{f"{name}.weight": (self.rank, self.hidden_size) for name in INPUTS},
+            "slot": (self.num_slots, self.rank),
+            "layer": (num_layers, self.rank),
+            "heads": heads,
+            "bias": (num_layers, self.num_experts),
+            "seen": heads,
+            "calibration": (2, num_layers, 2),
+        }
+
+    def num_values(self) -> int:
+        """Return the values of all tensors."""
+        return sum(int(np.prod(shape)) for shape in self.shapes().values())
+
+
+def trunk(
+    params: Params,
+    hidden_RH: mx.array,
+    embedded: Sequence[mx.array],
+    context_RH: mx.array,
+    slots: mx.array,
+) -> mx.array:
+    """Return codes [R, r], float32, lazy.
+
+    Args:
+        params: of the sidecar.
+        hidden_RH: final-normed states of the draft's slots.
+        embedded: the target's raw embedding rows [R, H] of every row's token and of those before it.
+        context_RH: the newest fused context row, of every row or one for all.
+        slots: slot of every row, int32 [R].
+    """
+    parts = [hidden_RH, *(_unit(rows) for rows in embedded), context_RH]
+    code = params["slot"][slots].astype(mx.float32)
+    for name, rows in zip(INPUTS, parts, strict=True):
+        weight = params[f"{name}.weight"]
+        code = code + (rows.astype(weight.dtype) @ weight.T).astype(mx.float32)
+    return code
+
+
+def _unit(rows: mx.array) -> mx.array:
+    """Return rows brought to a mean square of one: embedding rows of rare tokens are small."""
+    wide = rows.astype(mx.float32)
+    return wide * mx.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + EPSILON)
+
+
+class Sidecar:
+    """The part on the device.
+
+    Args:
+        params: of the trunk: `INPUTS` and `slot`.
+        sizes: of them.
+        head: the part on the host.
+        pad_id: stands for tokens before the start of a text.
+    """
+
+    def __init__(self, params: Params, sizes: SidecarSizes, head: RouteHead, pad_id: int) -> None:
+        self.head = head
+        self.sizes = sizes
+        self._params = params
+        self._pad_id = pad_id
+
+    def codes(
+        self,
+        hidden_RH: mx.array,
+        before: Sequence[int],
+        path_R: mx.array,
+        embed: Callable[[mx.array], mx.array],
+        context_1H: mx.array,
+    ) -> mx.array:
+        """Return the codes [R, r] of a proposal's rows, lazy: nothing is waited for.
+
+        Args:
+            hidden_RH: states of slots 0 to R - 1.
+            before: committed tokens before the anchor, the newest last.
+            path_R: int32 ids on the device: the anchor, then the path.
+            embed: the target's embedding rows of ids.
+            context_1H: the newest fused row, [1, H] or [0, H] where there is none.
+        """
+        known = [*([self._pad_id] * NUM_BEFORE), *before][-NUM_BEFORE:]
+        whole = mx.concatenate([mx.array(known, mx.int32), path_R.astype(mx.int32)])
+        rows = embed(whole)
+        num_rows = path_R.shape[0]
+        embedded = [rows[NUM_BEFORE - back : NUM_BEFORE - back + num_rows] for back in range(NUM_BEFORE + 1)]
+        if not context_1H.shape[0]:
+            context_1H = mx.zeros((1, hidden_RH.shape[1]), hidden_RH.dtype)
+        slots = mx.minimum(mx.arange(num_rows), self.sizes.num_slots - 1)
+        return trunk(self._params, hidden_RH, embedded, context_1H, slots)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of both parts."""
+        return sum(value.nbytes for value in self._params.values()) + self.head.num_bytes()
+
+
+class RouteHead:
+    """The part on the host: from codes to calibrated log-odds of every expert. No device is asked.
+
+    Args:
+        arrays: float32 `layer`, `heads`, `bias`, `seen`, `calibration`, as in `SidecarSizes.shapes`.
+        layers: of the target, in the order of the arrays.
+        top_k: experts that a row chooses.
+        cut: confidence below which an expert is not worth reading.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, NDArray[np.float32]],
+        layers: Sequence[int],
+        top_k: int,
+        cut: float,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.top_k = top_k
+        self.cut = cut
+        self._place = {layer: place for place, layer in enumerate(self.layers)}
+        self._layer = np.ascontiguousarray(arrays["layer"], np.float32)
+        self._heads = np.ascontiguousarray(arrays["heads"].transpose(0, 2, 1), np.float32)
+        self._bias = np.ascontiguousarray(arrays["bias"], np.float32)
+        self._seen = np.ascontiguousarray(arrays["seen"], np.float32)
+        self._calibration = np.ascontiguousarray(arrays["calibration"], np.float32)
+
+    def log_odds(
+        self, codes: NDArray[np.float32], first: int = 0, last: int | None = None, *, is_refreshed: bool
+    ) -> NDArray[np.float32]:
+        """Return calibrated log-odds [L', R, E] that each row chooses each expert.
+
+        Args:
+            codes: [R, r].
+            first: place of the first layer.
+            last: place after the last one; None for all.
+            is_refreshed: whether a layer has been seen since the codes came: calibrated apart.
+        """
+        which = slice(first, last)
+        z = codes[None] + self._layer[which, None]
+        scores = np.matmul(z / (1 + np.exp(-np.clip(z, -_CLIP, _CLIP))), self._heads[which])
+        scores += self._bias[which, None]
+        scale, shift = np.moveaxis(self._calibration[int(is_refreshed), which], -1, 0)[:, :, None, None]
+        return scores * scale + shift
+
+    def after(
+        self, codes: NDArray[np.float32], layer: int, ids_RK: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        """Return the codes once a layer has shown what it chose for the rows; other layers change nothing."""
+        place = self._place.get(layer)
+        if place is None or len(ids_RK) != len(codes):
+            return codes
+        return codes + self._seen[place][np.asarray(ids_RK)].sum(axis=1)
+
+    def place_after(self, layer: int) -> int:
+        """Return the place of the first layer behind one."""
+        return sum(1 for one in self.layers if one <= layer)
+
+    def num_bytes(self) -> int:
+        """Return the bytes held."""
+        arrays = (self._layer, self._heads, self._bias, self._seen, self._calibration)
+        return sum(array.nbytes for array in arrays)
+
+
+def union_confidence(log_odds_RE: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return how likely it is that any of the rows chooses an expert, [E], rows taken as independent."""
+    none = np.exp(-np.logaddexp(0.0, log_odds_RE.astype(np.float64)).sum(axis=-2))
+    return (1.0 - none).astype(np.float32)
