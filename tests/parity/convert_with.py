@@ -4,6 +4,7 @@ Run by `test_converters.py` in an interpreter that has the converter; imports no
 
     transformers    `from_pretrained`, then `save_pretrained`
     mlx-vlm         what `mlx_vlm.convert` does, without the processor that tiny checkpoints lack
+    mlx-vlm-open    nothing is written: SOURCE is opened as it is
 
 Beside the checkpoint, `logits.npy` is what the converter's own model makes of the tokens of the options.
 """
@@ -55,8 +56,22 @@ def with_mlx_vlm(source: Path, target: Path, options: dict) -> None:
     save_config(config, config_path=target / "config.json")
 
 
+def open_with_mlx_vlm(source: Path, target: Path, options: dict) -> None:
+    import mlx.core as mx
+    from mlx_vlm.utils import load_model
+
+    mx.set_default_device(mx.cpu)
+    logits = load_model(source, lazy=True).language_model(mx.array([options["tokens"]])).logits[0]
+    np.save(target / "logits.npy", np.array(logits.astype(mx.float32)))
+
+
 if __name__ == "__main__":
     kind, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     target.mkdir(parents=True, exist_ok=True)
     settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    {"transformers": with_transformers, "mlx-vlm": with_mlx_vlm}[kind](source, target, settings)
+    work = {
+        "transformers": with_transformers,
+        "mlx-vlm": with_mlx_vlm,
+        "mlx-vlm-open": open_with_mlx_vlm,
+    }
+    work[kind](source, target, settings)
