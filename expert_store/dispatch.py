@@ -4,9 +4,9 @@ The store calls `issue` and `join`, the prefetcher `guess`; a reader calls `next
 `read` and `end`. One lock protects tables, queue, tickets and counters: held for microseconds, never across a
 read or a wait. Every method here but `read` runs under it.
 
-No wake-up is lost: whatever makes a ticket readable wakes as many readers as there are such tickets; and
-the number of guesses on the wire, which may keep a reader from a queued guess, falls only in the hands of a
-reader that looks into the queue next.
+No wake-up is lost: whatever makes a ticket readable wakes as many readers as there are such tickets. A guess
+that may not be read now, because enough of them are on the wire, wakes nobody: that number falls only in the
+hands of a reader that looks into the queue next.
 """
 
 from __future__ import annotations
@@ -151,6 +151,15 @@ class Dispatcher:
             return None
         self.ledger.issued(hint.read_class, 1, ticket.num_bytes)
         return ticket
+
+    def wake_for_guesses(self, num_issued: int) -> None:
+        """Tell the readers of guesses that were queued; no more than may go on the wire.
+
+        A reader woken for nothing costs the inference thread the interpreter for as long as a useful one.
+        """
+        num_allowed = self._max_guesses_reading - self.ledger.num_predicted_reading
+        if num_issued and num_allowed > 0:
+            self._reader.wake(min(num_issued, num_allowed))
 
     def end_unread(self, ticket: Ticket, fate: Fate) -> None:
         """Bring a predicted ticket that was taken out of the queue to its end."""

@@ -278,8 +278,7 @@ class ExpertStore:
             counts[HintOutcome.INVALID] += num_invalid
             counts[HintOutcome.TOO_MANY] += len(requests) - len(hints) - num_invalid
             num_issued = self._prefetcher.hand_over(hints, owner, generation)
-            if num_issued:
-                self._reader.wake(num_issued)
+            self._dispatcher.wake_for_guesses(num_issued)
         return num_issued
 
     def stop_prefetching(self) -> None:

@@ -156,7 +156,8 @@ class StoreMachine(RuleBasedStateMachine):
         num_wakes = self.rig.reader.num_wakes
         got = self.store.prefetch(hints, owner=owner, generation=generation)
         assert got == self.model.prefetch(hints, owner, generation)
-        assert (self.rig.reader.num_wakes > num_wakes) == bool(got)
+        may_begin = sum(read.is_guess_read for read in self.model.reading) < self.model.max_reads
+        assert (self.rig.reader.num_wakes > num_wakes) == (bool(got) and may_begin)
 
     @rule(
         layer=LAYERS,
