@@ -258,12 +258,15 @@ class HintOptions:
     """What is read before it is asked for. Nothing here changes what the model says."""
 
     hints: Annotated[
-        Literal["off", "frequency", "previous", "random", "near-gate", "oracle"],
+        Literal[
+            "off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both", "oracle"
+        ],
         typer.Option(
             "--hints",
             metavar="SOURCE",
             help="Who says which experts to read ahead: off; frequency: the most used; previous: the last "
-            "token's; near-gate: the next layer's router, asked early; random: for measuring.",
+            "token's; near-gate: the next layer's router, asked early; near-linear: a trained map, two "
+            "layers early; sidecar: a draft's guess of what its rows need; both; random: for measuring.",
             rich_help_panel=_MEMORY,
         ),
     ] = "off"

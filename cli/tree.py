@@ -10,6 +10,7 @@ import typer
 
 from cli.command import CommandGroup, CommandPage, command
 from cli.commands import draft as drafts
+from cli.commands import draft_routes
 from cli.commands import trace as traces
 from cli.commands.bench import bench
 from cli.commands.chat import chat
@@ -98,6 +99,7 @@ Examples:
   flashnext draft train ./captures ./run
   flashnext draft export ./run ./my-draft --licence mit
   flashnext draft promote ./my-draft --captures ./captures --prompts held-out.jsonl
+  flashnext draft train-sidecar ./my-draft --captures ./captures
 """
 
 app = typer.Typer(
@@ -156,6 +158,8 @@ for name, work in (
     ("evaluate", drafts.evaluate),
     ("calibrate", drafts.calibrate),
     ("promote", drafts.promote),
+    ("train-near", draft_routes.train_near),
+    ("train-sidecar", draft_routes.train_sidecar),
 ):
     draft.command(name, cls=CommandPage)(command(work))
 app.add_typer(draft)

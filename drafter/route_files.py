@@ -1,8 +1,8 @@
 """What the files of trained route hints say: for which router, which draft, and what they were trained on.
 
-Entry points: `SidecarDocument`, `NearDocument`, `read_route_document`, `check_tensors`. Each is a document and
-one safetensors file in a directory of their own, beside what they belong to; opening them is for those who know
-files. The formats are described in docs/FORMATS.md.
+Entry points: `SidecarDocument`, `NearDocument`, `read_route_document`, `check_tensors`. Each is a document
+and one safetensors file in a directory of their own, beside what they belong to; opening them is for those
+who know files. The formats are described in docs/FORMATS.md.
 """
 
 from __future__ import annotations

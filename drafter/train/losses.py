@@ -56,6 +56,13 @@ class Losses(NamedTuple):
 
 def block_hidden(params: Params, config: DraftConfig, target: FrozenTarget, blocks: Blocks) -> mx.array:
     """Return final-normed hidden states [A, B - 1, H] of the slots after the anchors."""
+    return block_states(params, config, target, blocks)[0][:, 1:]
+
+
+def block_states(
+    params: Params, config: DraftConfig, target: FrozenTarget, blocks: Blocks
+) -> tuple[mx.array, mx.array]:
+    """Return final-normed hidden states [A, B, H] of all slots, and the fused context rows [R, H]."""
     freqs = rotary_frequencies(config.rope_theta, config.head_dim)
     fused = fuse(params, config, mx.array(blocks.features).astype(params["fc.weight"].dtype))
     positions = blocks.first + np.arange(len(blocks.features), dtype=np.int32)
@@ -67,7 +74,7 @@ def block_hidden(params: Params, config: DraftConfig, target: FrozenTarget, bloc
     ids[:, 0] = blocks.anchors
     embeddings = mx.stop_gradient(target.embed(mx.array(ids.reshape(-1)))).astype(fused.dtype)
     embeddings = embeddings.reshape(*ids.shape, -1)
-    return hidden_states(params, config, embeddings, blocks.starts, contexts, freqs)[:, 1:]
+    return hidden_states(params, config, embeddings, blocks.starts, contexts, freqs), fused
 
 
 def losses(

@@ -6,7 +6,7 @@ with such files, model and draft run without their hints, and the person is told
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,12 @@ USES_SIDECAR: Final = ("sidecar", "both")
 USES_NEAR: Final = ("near-linear", "both")
 _ROUTER: Final = "layers.{}.mlp.gate"
 _FLOATS: Final = {"F16": np.float16, "F32": np.float32, "BF16": np.uint16}
+
+
+def kind_that_loads(hints: Collection[str]) -> str:
+    """Return the one kind of hints whose files serve all of these."""
+    near, sidecar = (not uses.isdisjoint(hints) for uses in (frozenset(USES_NEAR), frozenset(USES_SIDECAR)))
+    return "both" if near and sidecar else "near-linear" if near else "sidecar" if sidecar else "off"
 
 
 @dataclass(frozen=True, slots=True)

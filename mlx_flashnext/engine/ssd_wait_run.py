@@ -36,6 +36,7 @@ from mlx_flashnext.engine.page_cache import CacheState, Prepared, prepare
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.prediction import score
 from mlx_flashnext.engine.predictors import Oracle, Predictor, PredictorSetting, make_predictor
+from mlx_flashnext.engine.route_files import kind_that_loads
 from mlx_flashnext.engine.routes import Pass, RecordedRoutes, RouteLog, demands
 from mlx_flashnext.engine.ssd_wait import (
     FORMAT,
@@ -71,6 +72,7 @@ class Asked:
         disk: what rows say of the drive.
         wrap_source: wraps the files.
         seed: of `random` hints.
+        hint_bytes: what hints may have read for one block; None does not limit.
     """
 
     directory: Path
@@ -87,6 +89,7 @@ class Asked:
     disk: str = "real"
     wrap_source: Callable[[ByteSource], ByteSource] = lambda source: source
     seed: int = 0
+    hint_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,15 @@ class _Bench:
         self._log = RouteLog()
         self._is_measured: list[bool] = []
         layers = {layer: layout.record.num_experts for layer, layout in engine.checkpoint.experts.items()}
-        self._setting = PredictorSetting(layers, engine.config.num_experts_per_tok, seed=asked.seed)
+        routes = engine.routes
+        self._setting = PredictorSetting(
+            layers,
+            engine.config.num_experts_per_tok,
+            seed=asked.seed,
+            near=routes.near,
+            head=None if routes.sidecar is None else routes.sidecar.head,
+        )
+        engine.target.store.set_prefetch_budget(asked.hint_bytes)
         self._predictors: dict[str, Predictor | None] = {}
 
     def compare(self, variants: Sequence[Variant]) -> list[Run]:
@@ -337,6 +348,7 @@ def _open(asked: Asked, slots: int, draft: tuple[str, int]) -> Engine:
         slots_per_layer=slots,
         draft=kind,
         num_draft_tokens=num_tokens or None,
+        hints=kind_that_loads(asked.hints),
     )
     return Engine.open(asked.directory, request, wrap_source=asked.wrap_source)
 

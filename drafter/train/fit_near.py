@@ -1,0 +1,108 @@
+"""Fits the near map to native routes: every layer's experts, linearly, from a read two layers early.
+
+Entry points: `NearSettings`, `fit_near`. One problem a layer, convex, solved side by side.
+
+Source: drafter/near.py.
+"""
+
+# Shapes: N rows, L layers, D hidden, E experts, K experts of a row.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter.errors import DrafterError
+from drafter.train.adam import adam_step, fresh_state
+from drafter.train.route_losses import fit_calibration, route_loss, wanted
+from drafter.train.schedule import rate_at
+
+
+@dataclass(frozen=True, slots=True)
+class NearSettings:
+    """How a near map is trained: steps, rows of a step, the highest rate, weight decay, seed."""
+
+    num_steps: int = 1500
+    batch: int = 512
+    rate: float = 2e-2
+    decay: float = 1e-4
+    seed: int = 0
+
+
+def fit_near(
+    reads_LND: NDArray[np.float16],
+    routes_NLK: NDArray[np.uint16],
+    is_aside: NDArray[np.bool_],
+    layers: Sequence[int],
+    num_experts: int,
+    to_host: Callable[[mx.array], Any],
+    settings: NearSettings,
+    progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
+) -> dict[str, NDArray[np.float32]]:
+    """Train the maps and return their values by stored name, calibrated.
+
+    Args:
+        reads_LND: what each layer would read of the stack two layers before its turn.
+        routes_NLK: what it chose.
+        is_aside: [N], rows for the calibration alone.
+        layers: of the target, in the order of the arrays.
+        num_experts: E.
+        to_host: waits for an array and returns its values.
+        settings: how.
+        progress: called with (steps done, steps in all, mean loss since the last call).
+
+    Raises:
+        DrafterError: a loss is not finite, or no row is left on one of the sides.
+    """
+    train, aside = np.flatnonzero(~is_aside), np.flatnonzero(is_aside)
+    if not len(train) or not len(aside):
+        raise DrafterError("Too few documents to train and to calibrate on", hint="capture more prompts")
+    top_k, num_layers = routes_NLK.shape[-1], len(layers)
+    # The products are conditioned by the spread of every read; it is folded into the weights at the end.
+    spread = reads_LND[:, train[:8192]].astype(np.float32).std(axis=1) + 1e-4
+    share = top_k / num_experts
+    params = {
+        "weight": mx.zeros((num_layers, num_experts, reads_LND.shape[-1])),
+        "bias": mx.full((num_layers, num_experts), float(np.log(share / max(1e-6, 1 - share)))),
+    }
+    moments, generator = fresh_state(params), np.random.default_rng((settings.seed, 4))
+    weights, losses = mx.ones((settings.batch, num_layers)), list[float]()
+    for step in range(settings.num_steps):
+        chosen = generator.choice(train, settings.batch)
+        x = mx.array(reads_LND[:, chosen].astype(np.float32) / spread[:, None])
+        truth = mx.array(wanted(routes_NLK[chosen], num_experts))
+
+        def whole(tree: dict[str, mx.array], x: mx.array = x, truth: mx.array = truth) -> mx.array:
+            scores = (x @ tree["weight"].swapaxes(1, 2) + tree["bias"][:, None]).swapaxes(0, 1)
+            return (
+                route_loss(scores, truth, weights, top_k=top_k)
+                + settings.decay * mx.square(tree["weight"]).sum()
+            )
+
+        loss, gradients = mx.value_and_grad(whole)(params)
+        rate = rate_at(step, settings.num_steps, settings.rate)
+        params, moments = adam_step(params, gradients, moments, step=step, rate=rate)
+        mx.eval(params, moments.first, moments.second, loss)
+        losses.append(float(to_host(loss)))
+        if not np.isfinite(losses[-1]):
+            raise DrafterError(
+                f"Step {step} has a loss that is not finite", hint="train with a smaller --rate"
+            )
+        if (step + 1) % 100 == 0 or step + 1 == settings.num_steps:
+            progress(step + 1, settings.num_steps, float(np.mean(losses)))
+            losses = []
+    weight = np.array(params["weight"]) / spread[:, None]
+    bias = np.array(params["bias"])
+    found: dict[str, NDArray[np.float32]] = {}
+    for place, layer in enumerate(layers):
+        scores = reads_LND[place, aside].astype(np.float32) @ weight[place].T + bias[place]
+        truth = wanted(routes_NLK[aside, place], num_experts).astype(bool)
+        found[f"layers.{layer}.weight"] = weight[place]
+        found[f"layers.{layer}.bias"] = bias[place]
+        found[f"layers.{layer}.calibration"] = np.asarray(fit_calibration(scores, truth), np.float32)
+    return found

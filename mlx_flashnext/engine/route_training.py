@@ -1,0 +1,482 @@
+"""Trains route hints on an open target: rows from captured documents, then the fit, then files.
+
+Entry points: `train_near`, `train_sidecar`. Labels are native routes, from the capture set or from a run of
+the same target; the draft is frozen. Two kinds of rows are kept apart, and their numbers are written beside
+what was trained on them:
+
+    clean       committed text: any position of a captured answer may begin a block
+    candidate   what the draft really proposed when it served that prompt, rejected tokens included: the
+                target's routers say what those rows wanted too. Only runs that say the captured answer again
+                count, since the context of their blocks is the captured one
+
+Documents of the held-out split are not touched. Every twelfth training document is put aside for calibration.
+"""
+
+# Shapes: S tokens, R = S - 1 rows, A anchors, B slots, H hidden, L layers, K experts of a row.
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter.errors import DrafterError
+from drafter.near import LAYERS_AHEAD
+from drafter.route_files import Lineage, NearDocument, SidecarDocument
+from drafter.sidecar import SidecarSizes
+from drafter.train.batches import Blocks
+from drafter.train.captures import TRAIN, CapturedDocument, CaptureSet, DocumentInfo
+from drafter.train.fit_near import NearSettings, fit_near
+from drafter.train.fit_sidecar import SidecarRows, SidecarSettings, fit_sidecar, joined
+from drafter.train.losses import block_states
+from mlx_flashnext.engine.conditions import version_of
+from mlx_flashnext.engine.cycle import CycleFacts, Timeline
+from mlx_flashnext.engine.draft_target import DraftTarget
+from mlx_flashnext.engine.draft_training import LoadedDraft, check_build, check_features
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.events import Token
+from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.prefill import prefill
+from mlx_flashnext.engine.route_files import route_facts
+from mlx_flashnext.engine.routes import RouteLog
+from mlx_flashnext.engine.sampler import Sampler, SamplingParams
+from mlx_flashnext.model.layer import DecoderLayer
+from mlx_flashnext.model.moe import LookAhead
+
+ASIDE_EVERY: Final = 12
+NEAR_CUT: Final = 0.2
+SIDECAR_CUT: Final = 0.2
+GUESSES: Final = 3
+"""Experts that a near map names of a row, in multiples of those it chooses."""
+_AT_ONCE: Final = 32
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """How much is trained on.
+
+    Attributes:
+        num_rows: most rows of captured text read for a near map.
+        num_anchors: blocks of each document, for a sidecar.
+        num_documents: most documents of the training split; None: all.
+        num_candidates: documents that are served again with the draft.
+        seed: of which anchors.
+    """
+
+    num_rows: int = 60_000
+    num_anchors: int = 12
+    num_documents: int | None = None
+    num_candidates: int = 48
+    seed: int = 0
+
+
+class ReadCollector(LookAhead):
+    """Keeps what later layers would read of the stacks of earlier ones; says nothing.
+
+    Attributes:
+        reads: float16 [T, D] pieces by the layer to come.
+    """
+
+    layers_ahead = LAYERS_AHEAD
+
+    def __init__(self) -> None:
+        self.reads: dict[int, list[mx.array]] = {}
+
+    def guess(self, layer: int, later: DecoderLayer, stack_TGD: mx.array) -> mx.array:
+        """Keep the read of the layer to come, and return nothing of use."""
+        read_TD = later.early_read(stack_TGD).astype(mx.float16)
+        mx.async_eval(read_TD)  # pyright: ignore[reportUnknownMemberType]
+        self.reads.setdefault(layer, []).append(read_TD)
+        return mx.zeros((read_TD.shape[0], 1), mx.int32)
+
+
+class _Collecting(Hints):
+    """Lets a collector look at every pass, prefill chunks included, and guesses nothing."""
+
+    def __init__(self, collector: ReadCollector, num_layers: int) -> None:
+        super().__init__(None, num_layers)
+        self._collector = collector
+
+    def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
+        del layer
+        return (self._collector,)
+
+
+def near_reads(engine: Engine, tokens: Sequence[int]) -> dict[int, NDArray[np.float16]]:
+    """Read a document as a prompt; return what every later layer would have read two layers early [R, D]."""
+    collector = ReadCollector()
+    hints = _Collecting(collector, engine.config.num_hidden_layers)
+    timeline = engine.new_timeline(None, Governor(0), hints)
+    for _ in prefill(timeline, tokens, engine.plan.prefill_step, lambda: False, lambda: None):
+        pass
+    timeline.rest()
+    return {
+        layer: np.concatenate([np.array(piece) for piece in pieces])
+        for layer, pieces in collector.reads.items()
+    }
+
+
+def train_near(
+    engine: Engine,
+    captures: CaptureSet,
+    request: RouteRequest,
+    settings: NearSettings,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> tuple[NearDocument, dict[str, NDArray[np.float32]]]:
+    """Train a near map on captured documents.
+
+    Args:
+        engine: the target that was captured, with fewer slots than experts: where all are resident, nothing
+            is looked at early.
+        captures: with routes.
+        request: how much.
+        settings: how.
+        progress: called with (what is done, steps done, steps in all).
+
+    Raises:
+        TargetDiffers: the set is of another build.
+        DrafterError: it holds no routes, or too few documents.
+    """
+    check_build(engine, captures.identity.target_digest, "capture set")
+    _check_routes(engine, captures)
+    reads: dict[int, list[NDArray[np.float16]]] = {}
+    routes: list[NDArray[np.uint16]] = []
+    aside: list[NDArray[np.bool_]] = []
+    num_rows, infos = 0, captures.of_split(TRAIN)[: request.num_documents]
+    for number, info in enumerate(infos):
+        if num_rows >= request.num_rows:
+            infos = infos[:number]
+            break
+        document = captures.read(info)
+        for layer, read in near_reads(engine, document.tokens.tolist()).items():
+            reads.setdefault(layer, []).append(read)
+        routes.append(document.routes)
+        aside.append(np.full(len(document.routes), is_aside(info)))
+        num_rows += len(document.routes)
+        progress("reading", min(num_rows, request.num_rows), request.num_rows)
+    layers = tuple(sorted(reads))
+    places = [captures.identity.route_layers.index(layer) for layer in layers]
+    whole, put_aside = np.concatenate(routes)[:, places], np.concatenate(aside)
+    stacked = np.stack([np.concatenate(reads[layer]) for layer in layers])
+    view = DraftTarget(engine.target.model, engine.target.sync)
+    config = engine.config
+    arrays = fit_near(
+        stacked, whole, put_aside, layers, config.num_experts, view.to_host, settings,
+        lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
+    )  # fmt: skip
+    document = NearDocument(
+        tensors_digest="",
+        router_digest=route_facts(engine.checkpoint).router_digest,
+        num_layers=config.num_hidden_layers,
+        num_experts=config.num_experts,
+        hidden_size=config.hidden_size,
+        layers=list(layers),
+        layers_ahead=LAYERS_AHEAD,
+        num_guesses=min(config.num_experts, GUESSES * config.num_experts_per_tok),
+        cut=NEAR_CUT,
+        lineage=_lineage(
+            captures,
+            infos,
+            int((~put_aside).sum()),
+            0,
+            int(put_aside.sum()),
+            settings.num_steps,
+            settings.seed,
+        ),
+    )
+    return document, arrays
+
+
+def train_sidecar(
+    engine: Engine,
+    draft: LoadedDraft,
+    captures: CaptureSet,
+    request: RouteRequest,
+    settings: SidecarSettings,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> tuple[SidecarDocument, dict[str, NDArray[np.float32]]]:
+    """Train the route sidecar of a draft.
+
+    Args:
+        engine: the target that was captured, opened with the draft, with fewer slots than experts.
+        draft: the same draft, frozen.
+        captures: features at its taps, and routes.
+        request: how much.
+        settings: how.
+        progress: called with (what is done, steps done, steps in all).
+
+    Raises:
+        TargetDiffers: the set is of another build.
+        DrafterError: it holds no routes, other features, or too few documents.
+    """
+    identity, config = captures.identity, engine.config
+    check_build(engine, identity.target_digest, "capture set")
+    check_features(draft.config, captures, draft.contraction)
+    _check_routes(engine, captures)
+    infos = captures.of_split(TRAIN)[: request.num_documents]
+    generator = np.random.default_rng((request.seed, 5))
+    train: list[SidecarRows] = []
+    aside: list[SidecarRows] = []
+    survival = np.zeros((2, draft.config.block_size))
+    for number, info in enumerate(infos):
+        document = captures.read(info)
+        rows = clean_rows(engine, draft, document, number, request.num_anchors, generator)
+        (aside if is_aside(info) else train).append(rows)
+        if number < request.num_candidates:
+            paths = served_paths(engine, document, _params(captures))
+            rows, kept = candidate_rows(engine, draft, document, number, paths)
+            (aside if is_aside(info) else train).append(rows)
+            survival += kept
+        progress("documents", number + 1, len(infos))
+    sizes = SidecarSizes(
+        config.hidden_size,
+        settings.rank,
+        draft.config.block_size,
+        identity.route_layers,
+        config.num_experts,
+        identity.top_k,
+    )
+    clean, put_aside = joined(train), joined(aside)
+    view = DraftTarget(engine.target.model, engine.target.sync)
+    arrays = fit_sidecar(
+        clean, put_aside, survival_of(survival), sizes, view, view.to_host, settings,
+        lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
+    )  # fmt: skip
+    num_candidates = int(clean.is_candidate.sum())
+    document = SidecarDocument(
+        tensors_digest="",
+        router_digest=route_facts(engine.checkpoint).router_digest,
+        draft_digest=draft.verdict.digest,
+        num_layers=config.num_hidden_layers,
+        num_experts=config.num_experts,
+        top_k=identity.top_k,
+        layers=list(identity.route_layers),
+        hidden_size=config.hidden_size,
+        rank=settings.rank,
+        num_slots=draft.config.block_size,
+        cut=SIDECAR_CUT,
+        lineage=_lineage(
+            captures,
+            infos,
+            len(clean) - num_candidates,
+            num_candidates,
+            len(put_aside),
+            settings.num_steps,
+            settings.seed,
+        ),
+    )
+    return document, arrays
+
+
+def is_aside(info: DocumentInfo) -> bool:
+    """Return whether a training document is for calibration alone, by its key."""
+    return int(info.key[8:16], 16) % ASIDE_EVERY == 0
+
+
+def survival_of(counts: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return how likely the answer keeps the row of each slot.
+
+    Args:
+        counts: [2, B], rows kept and rows verified of every slot. Slots never verified count as the last one
+            that was; without any, all rows count alike.
+    """
+    kept, verified = counts
+    found = np.ones(len(kept), np.float32)
+    for slot in range(len(kept)):
+        found[slot] = kept[slot] / verified[slot] if verified[slot] else (found[slot - 1] if slot else 1.0)
+    return found
+
+
+def clean_rows(
+    engine: Engine,
+    draft: LoadedDraft,
+    document: CapturedDocument,
+    number: int,
+    num_anchors: int,
+    generator: np.random.Generator,
+) -> SidecarRows:
+    """Return the rows of some blocks of committed text, up to the end of the document."""
+    places = np.arange(max(1, document.num_prompt - 1), len(document.routes))
+    starts = np.sort(generator.choice(places, min(num_anchors, len(places)), replace=False))
+    block = draft.config.block_size
+    tokens = np.concatenate([document.tokens, np.zeros(block, np.int32)])
+    paths = {int(start): tokens[start : start + block] for start in starts}
+    kept = dict.fromkeys(paths, block)
+    routes = {start: document.routes[start : start + block] for start in paths}
+    return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBlock:
+    """One verified block: position of the anchor, its tokens, rows that stayed, routes [T, L, K]."""
+
+    position: int
+    tokens: tuple[int, ...]
+    num_kept: int
+    routes: NDArray[np.uint16]
+
+
+class _PathRecorder:
+    """Writes verified blocks down with what native routers chose for every row; an `AnswerObserver`."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._log = RouteLog()
+        self._num_layers = num_layers
+        self.blocks: list[ServedBlock] = []
+
+    def listen(self, hints: Hints | None) -> Hints:
+        del hints
+        return Hints(None, self._num_layers, self._log)
+
+    def begin_answer(self, timeline: Timeline, prompt: Sequence[int], sampler: Sampler) -> None:
+        del timeline, prompt, sampler
+
+    def end_answer(self, timeline: Timeline) -> None:
+        del timeline
+
+    def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
+        del sampler
+        chosen = self._log.passes[-1].routes
+        routes = np.asarray([chosen[layer] for layer in sorted(chosen)], np.uint16).swapaxes(0, 1)
+        tokens = (facts.anchor, *facts.proposal.tokens)
+        self.blocks.append(ServedBlock(facts.position, tokens, facts.num_kept, routes))
+        self._log.passes.clear()
+
+
+def served_paths(engine: Engine, document: CapturedDocument, params: SamplingParams) -> list[ServedBlock]:
+    """Serve a captured prompt with the engine's draft; return its blocks, none if the answer is another."""
+    recorder = _PathRecorder(engine.config.num_hidden_layers)
+    session = engine.session(is_guarded=False, recorder=recorder)
+    prompt = document.tokens[: document.num_prompt].tolist()
+    answer = document.tokens[document.num_prompt :].tolist()
+    events = session.generate(
+        prompt, params, max_tokens=len(answer), stop_ids=engine.tokenizer.eos_ids, rule="coupled"
+    )
+    said = [event.token_id for event in events if isinstance(event, Token)]
+    return recorder.blocks if said == answer else []
+
+
+def candidate_rows(
+    engine: Engine, draft: LoadedDraft, document: CapturedDocument, number: int, blocks: Sequence[ServedBlock]
+) -> tuple[SidecarRows, NDArray[np.float64]]:
+    """Return the rows of served blocks, and [2, B]: rows kept and rows verified of every slot."""
+    counts = np.zeros((2, draft.config.block_size))
+    whole = [one for one in blocks if one.position >= 1 and one.position < len(document.tokens) - 1]
+    for one in whole:
+        counts[0, : one.num_kept] += 1
+        counts[1, : len(one.tokens)] += 1
+    paths = {one.position: np.asarray(one.tokens, np.int32) for one in whole}
+    routes = {one.position: one.routes for one in whole}
+    kept = {one.position: one.num_kept for one in whole}
+    return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=True), counts
+
+
+def _rows(
+    engine: Engine,
+    draft: LoadedDraft,
+    document: CapturedDocument,
+    number: int,
+    paths: Mapping[int, NDArray[np.int32]],
+    routes: Mapping[int, NDArray[np.uint16]],
+    kept: Mapping[int, int],
+    *,
+    is_candidate: bool,
+) -> SidecarRows:
+    """Return the rows of blocks that begin at some positions, each with its tokens, routes and rows kept."""
+    view = DraftTarget(engine.target.model, engine.target.sync)
+    parts: list[SidecarRows] = []
+    starts, block = sorted(paths), draft.config.block_size
+    for first in range(0, len(starts), _AT_ONCE):
+        some = starts[first : first + _AT_ONCE]
+        begin = (
+            0
+            if draft.config.window is None or not draft.config.all_slide
+            else max(0, some[0] - draft.config.window)
+        )
+        blocks = Blocks(
+            begin,
+            document.features[begin : some[-1]],
+            tuple(some),
+            document.tokens[some],
+            np.zeros((len(some), block - 1), np.int32),
+        )
+        states, fused = block_states(draft.params, draft.config, view, blocks)
+        newest = fused[mx.array([start - 1 - begin for start in some], mx.int32)]
+        hidden, context = np.array(states.astype(mx.float16)), np.array(newest.astype(mx.float16))
+        for place, start in enumerate(some):
+            num_rows = min(len(paths[start]), len(routes[start]), block)
+            text = np.concatenate([document.tokens[max(0, start - 2) : start], paths[start]])
+            text = np.concatenate([np.full(max(0, 2 - start), draft.config.mask_token_id, np.int32), text])
+            at = 2 + np.arange(num_rows)
+            parts.append(
+                SidecarRows(
+                    hidden=hidden[place, :num_rows],
+                    ids=np.stack([text[at], text[at - 1], text[at - 2]], axis=1).astype(np.int32),
+                    context=context[place : place + 1],
+                    anchor=np.zeros(num_rows, np.int32),
+                    slot=np.arange(num_rows, dtype=np.int32),
+                    routes=routes[start][:num_rows],
+                    is_kept=np.arange(num_rows) < kept[start],
+                    is_candidate=np.full(num_rows, is_candidate),
+                    document=np.full(num_rows, number, np.int32),
+                )
+            )
+    if not parts:
+        hidden_size, layers = draft.config.hidden_size, document.routes.shape[1:]
+        return SidecarRows(
+            np.zeros((0, hidden_size), np.float16), np.zeros((0, 3), np.int32),
+            np.zeros((0, hidden_size), np.float16), np.zeros(0, np.int32), np.zeros(0, np.int32),
+            np.zeros((0, *layers), np.uint16), np.zeros(0, bool), np.zeros(0, bool), np.zeros(0, np.int32),
+        )  # fmt: skip
+    return joined(parts)
+
+
+def _params(captures: CaptureSet) -> SamplingParams:
+    """Return how the answers of a set were chosen, where they can be said again: greedily.
+
+    Raises:
+        DrafterError: they were drawn, each with a seed of its own.
+    """
+    if captures.identity.sampling.get("temperature", 1.0) > 0:
+        raise DrafterError(
+            "The answers of this set were drawn, so that serving its prompts again says others",
+            hint="capture with --temp 0, or train with --candidates 0",
+        )
+    return SamplingParams(temperature=0.0)
+
+
+def _check_routes(engine: Engine, captures: CaptureSet) -> None:
+    if not captures.identity.route_layers or engine.plan.is_resident:
+        what = (
+            "The capture set holds no routes" if not captures.identity.route_layers else "Nothing is streamed"
+        )
+        raise DrafterError(
+            f"{what}, so there is nothing to learn from", hint="give --slots below all experts"
+        )
+
+
+def _lineage(
+    captures: CaptureSet,
+    infos: Sequence[DocumentInfo],
+    clean: int,
+    candidates: int,
+    aside: int,
+    num_steps: int,
+    seed: int,
+) -> Lineage:
+    return Lineage(
+        captures_digest=captures.digest(),
+        target_digest=captures.identity.target_digest,
+        num_documents=len(infos),
+        clean_rows=clean,
+        candidate_rows=candidates,
+        calibration_rows=aside,
+        num_steps=num_steps,
+        seed=seed,
+        runtime_version=version_of("flashnext") or "",
+    )
