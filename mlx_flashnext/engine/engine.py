@@ -126,7 +126,7 @@ class Engine:
         request = request or PlanRequest()
         found = find_draft(checkpoint, machine, request)
         own = found.draft
-        routes = _routes(checkpoint, request, own)
+        routes = asked_routes(checkpoint, request, own)
         plan = make_plan(
             checkpoint, machine, request, own and own.bytes, found.reason, hint_bytes=routes.num_bytes
         )
@@ -200,6 +200,10 @@ class Engine:
         state = self.target.model.new_state()
         return Timeline(self.target, state, drafter, governor, self._num_timelines, hints)
 
+    def new_drafter(self) -> Drafter | None:
+        """Return a drafter of the planned kind for one more sequence; None where there is none."""
+        return self._new_drafter()
+
     def new_hints(self, kind: str) -> Hints | None:
         """Return who says what to read ahead for a session: one of `HINTS`; None where there is nobody."""
         if kind == "off" or self.plan.is_resident:
@@ -209,7 +213,7 @@ class Engine:
         setting = PredictorSetting(
             layers,
             self.config.num_experts_per_tok,
-            self.target.store.demand_counts(),
+            self.warm.usage().counts,
             near=self.routes.near,
             head=None if self.routes.sidecar is None else self.routes.sidecar.head,
         )
@@ -282,7 +286,7 @@ def _open_target(
     return Target(model, experts, store, rows, sync), weights
 
 
-def _routes(checkpoint: Checkpoint, request: PlanRequest, own: OwnDraft | None) -> RouteFiles:
+def asked_routes(checkpoint: Checkpoint, request: PlanRequest, own: OwnDraft | None) -> RouteFiles:
     """Look for the trained hints that were asked for."""
     if own is None:
         return find_routes(checkpoint, request.hints, None, "")
