@@ -158,6 +158,13 @@ def _make_plan(directory: Path, request: PlanRequest) -> Planned:
     return Planned(checkpoint, machine, make_plan(checkpoint, machine, request, own, found.reason))
 
 
+def _measure_drive(directory: Path) -> float | None:
+    from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.doctor import drive_rate
+
+    return drive_rate(open_checkpoint(directory))
+
+
 def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Checkpoint, Examination]:
     from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.doctor import examine
@@ -245,6 +252,7 @@ class Services:
     inspect_checkpoint: Callable[[Path], Inspection] = _inspect_checkpoint
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan
     examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine
+    measure_drive: Callable[[Path], float | None] = _measure_drive
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
     convert_checkpoint: Callable[[Path, Path, Recipe, Progress], Converted] = _convert_checkpoint

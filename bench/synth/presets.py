@@ -1,7 +1,7 @@
 """Geometry and storage of each kind of synthetic checkpoint.
 
 Entry points: `PRESETS`, `text_config`, `whole_config`.
-Source: the official config.json, kept byte for byte in `data/`, SHA-256
+Source: the official config.json, kept byte for byte in `mlx_flashnext/checkpoint`, SHA-256
 889658f2508e8c61d409b02e70e0d78d8d4452ec65aaafbe129805d213d2e74b.
 """
 
@@ -11,10 +11,11 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-REAL_CONFIG = Path(__file__).parent / "data" / "qwen3.8-flash-next.config.json"
+from mlx_flashnext.checkpoint.imagined import REAL_CONFIG_PATH
+
+REAL_CONFIG = REAL_CONFIG_PATH
 
 Layout = Literal["hf", "hf-fp8", "mlx"]
 Split = Literal["official-bf16", "official-fp8", "by-size", "by-layer"]

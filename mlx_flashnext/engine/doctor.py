@@ -122,6 +122,24 @@ def examine(
     )
 
 
+def drive_rate(checkpoint: Checkpoint, num_readers: int = max(READERS)) -> float | None:
+    """Return the bytes a second that the drive gives of this model's records; None where memory answered.
+
+    Raises:
+        StoreError: a record could not be read.
+    """
+    records = {layer: layout.record for layer, layout in checkpoint.experts.items()}
+    files = _files_of_experts(checkpoint)
+    prepare(files, "cold")
+    share = cached_share(files)
+    with FileSource(checkpoint.table.files) as source:
+        rate = measure_disk(
+            records, source, num_readers=num_readers, per_request=num_readers, max_seconds=SECONDS_EACH
+        )
+    was_cold = share is not None and share <= MOST_CACHED
+    return rate.bytes_per_s if was_cold else None
+
+
 def _files_of_experts(checkpoint: Checkpoint) -> Sequence[Path]:
     used = {read.file for layout in checkpoint.experts.values() for read in layout.record.reads(0)}
     return [checkpoint.table.files[number].path for number in sorted(used)]

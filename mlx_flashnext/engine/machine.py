@@ -120,6 +120,26 @@ def detect_machine() -> Machine:
     )
 
 
+def mac_of(total_gib: int) -> Machine:
+    """Return a Mac that is not here, with nothing else open, for plans.
+
+    Metal recommends two thirds of the memory as working set up to 36 GB and three quarters beyond, and allows
+    arrays of about 0.56 of it, as public reports of `device_info` have it; a tenth of memory is in use by the
+    system. To be compared with real machines.
+    """
+    total = total_gib * GIB
+    return Machine(
+        name=f"Mac with {total_gib} GB",
+        backend="metal",
+        total_bytes=total,
+        available_bytes=int(0.9 * total),
+        recommended_bytes=int(total * (2 / 3 if total_gib <= 36 else 3 / 4)),
+        max_buffer_bytes=int(0.56 * total),
+        imports_bytes=150 * MIB,
+        cache_bytes=256 * MIB,
+    )
+
+
 def prepare_device(machine: Machine, planned_bytes: int) -> None:
     """Set MLX's process-wide limits for a plan. Call once, before anything is allocated."""
     mx.set_cache_limit(machine.cache_bytes)

@@ -174,3 +174,52 @@ def test_two_names_for_one_command_are_refused(mlx, hf):
     result = flashnext("show", mlx, "--model", hf)
     assert result.exit_code == 2
     assert flashnext("show", mlx, "--model", mlx).exit_code == 0
+
+
+def test_the_table_needs_no_model_and_says_what_it_rests_on():
+    result = flashnext("plan", "--table", "--drive", "6.5GB")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    rows = [line.split() for line in lines if line.strip().startswith(("16 GB", "128 GB"))]
+    assert {(row[2], row[3]) for row in rows} == {
+        (build, context)
+        for build in ("4-bit", "3-bit", "2-bit", "FP8", "BF16")
+        for context in ("8k", "32k", "128k", "256k")
+    }
+    assert any("needs" in row for row in rows)
+    assert any("all" in row for row in rows)
+    assert "drive: 6.50 GB/s, as told" in result.stdout
+    assert "published" in result.stdout
+
+
+def test_a_case_shows_its_arithmetic_and_a_measured_drive(mlx, monkeypatch):
+    result = flashnext("plan", mlx, "--drive", "2GB", "--resident-rate", "100", "--slots", "8")
+    assert result.exit_code == 0, result.output
+    assert "experts in memory   8 of 16 = 0.500" in result.stdout
+    assert "10.0 ms computed" in result.stdout
+    assert "expected, not measured" in result.stdout
+    document = json.loads(flashnext("plan", mlx, "--drive", "2GB", "--json").stdout)["expected"]
+    assert document["storage_s"]["worse"] == document["token_bytes"]["worse"] / 2e9
+    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: 0.0)
+    measured = json.loads(flashnext("plan", mlx, "--drive", "measure", "--json").stdout)["expected"]
+    assert measured["storage_s"]["worse"] > 0
+    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: 1.0)
+    warm = flashnext("plan", mlx, "--drive", "measure")
+    assert warm.exit_code == 1
+    assert "pages are in memory" in warm.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--drive", "quick"], "not a size"),
+        (["--resident-rate", "9"], "--resident-rate 9 is of no use without --drive"),
+        (["--resident-rate", "-1", "--drive", "1GB"], "must be above zero"),
+        (["--table", "--memory", "9GiB"], "--table has its own machines"),
+        (["--table", "--drive", "measure"], "there is none here"),
+    ],
+)
+def test_an_expectation_that_has_no_basis_is_refused(flags, message):
+    result = flashnext("plan", *flags)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -12,7 +12,7 @@ from mlx_flashnext.config import ModelConfig, QuantSpec, read_config
 from mlx_flashnext.errors import UnsupportedCheckpoint
 from tests.tiny.checkpoints import tiny_config
 
-REAL = Path(__file__).parents[3] / "bench/synth/data/qwen3.8-flash-next.config.json"
+REAL = Path(__file__).parents[3] / "mlx_flashnext/checkpoint/qwen3.8-flash-next.config.json"
 # Training, initialisation, or said by another field.
 UNREAD = {
     "attention_dropout",

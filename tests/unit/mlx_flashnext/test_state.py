@@ -281,7 +281,7 @@ def test_a_block_stays_within_the_planned_workspace(tiny: TinyModel, rows: int, 
 
 
 def test_real_sizes_are_those_of_the_specification() -> None:
-    path = Path(__file__).parents[3] / "bench/synth/data/qwen3.8-flash-next.config.json"
+    path = Path(__file__).parents[3] / "mlx_flashnext/checkpoint/qwen3.8-flash-next.config.json"
     real = ModelConfig.from_dict(json.loads(path.read_text()))
     sizes = state_bytes(real, 1000, 2, capacity_tokens=1000)
     assert sizes.recurrent == 36 * (3_145_728 + 61_440)

@@ -12,7 +12,7 @@ from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.model.ple import ngram_rows
 from mlx_flashnext.ngram import ngram_constants
 
-REAL = Path(__file__).parents[4] / "bench/synth/data/qwen3.8-flash-next.config.json"
+REAL = Path(__file__).parents[4] / "mlx_flashnext/checkpoint/qwen3.8-flash-next.config.json"
 TEXT = (248045, 846, 198, 248044, 9707, 11)
 # Rows of positions 0, 1 and 4, computed with the reference implementation (qwen4exp.md 2.3.2).
 GOLDEN = {
