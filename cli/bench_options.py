@@ -16,7 +16,10 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATE = re.compile(r"(.*?)\s*(?:/s)?\s*")
 MOST_VALUES = 64
 # `oracle` and `oracle-draft` replay a recorded run, so they need a report.
-BENCH_HINTS = ("off", "frequency", "previous", "random", "near-gate", "oracle", "oracle-draft")
+BENCH_HINTS = (
+    "off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both",
+    "oracle", "oracle-draft",
+)  # fmt: skip
 BENCH_DRAFTS = ("none", "lookup", "mtp", "dflash2", "oracle")
 ALL_DRAFTS = "none,mtp:2,dflash2,lookup:4,oracle"
 
@@ -219,15 +222,25 @@ class BenchOptions:
             help="Directory of a draft for dflash2. Left out: the one beside the model.",
         ),
     ] = None
+    captures: Annotated[
+        Path | None,
+        typer.Option(
+            "--captures",
+            metavar="SET",
+            help="Count the predictor report's frequencies of this capture set. Left out: of its own tokens.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
     report: Annotated[
-        Literal["ssd-wait", "warm-start", "verify", "draft"] | None,
+        Literal["ssd-wait", "warm-start", "verify", "draft", "predictors"] | None,
         typer.Option(
             "--report",
             metavar="REPORT",
             help="ssd-wait: how long compute stood still for the drive, why, and the bounds. "
             "warm-start: what the first answer gains by it. "
             "verify: whether blocks are verified and rolled back as they should be. "
-            "draft: what each drafter costs and brings.",
+            "draft: what each drafter costs and brings. "
+            "predictors: what each source of hints knows, and when.",
             rich_help_panel=_REPORT,
         ),
     ] = None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import Plan, PlanRequest
+    from mlx_flashnext.engine.predictor_report_run import PredictorReport, PredictorsAsked
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.engine.ssd_wait_run import Asked, SsdWaitReport
     from mlx_flashnext.engine.warm_run import FirstAnswers
@@ -148,6 +149,7 @@ def _inspect_checkpoint(directory: Path) -> Inspection:
 def _make_plan(directory: Path, request: PlanRequest) -> Planned:
     import_module("mlx_flashnext.engine.engine")  # a run has it in memory, so its plan counts it
     from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.engine import asked_routes
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.engine.own_draft import find_draft
     from mlx_flashnext.engine.plan import make_plan
@@ -155,7 +157,9 @@ def _make_plan(directory: Path, request: PlanRequest) -> Planned:
     checkpoint, machine = open_checkpoint(directory), detect_machine()
     found = find_draft(checkpoint, machine, request)
     own = found.draft and found.draft.bytes
-    return Planned(checkpoint, machine, make_plan(checkpoint, machine, request, own, found.reason))
+    trained = asked_routes(checkpoint, request, found.draft).num_bytes
+    plan = make_plan(checkpoint, machine, request, own, found.reason, hint_bytes=trained)
+    return Planned(checkpoint, machine, plan)
 
 
 def _measure_drive(directory: Path) -> float | None:
@@ -213,6 +217,12 @@ def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> Ssd
     return measure_ssd_wait(asked, machine, progress)
 
 
+def _measure_predictors(asked: PredictorsAsked, machine: Machine, progress: Progress) -> PredictorReport:
+    from mlx_flashnext.engine.predictor_report_run import measure_predictors
+
+    return measure_predictors(asked, machine, progress)
+
+
 def _measure_drafts(asked: DraftsAsked, machine: Machine, progress: Progress) -> DraftReport:
     from mlx_flashnext.engine.draft_report_run import measure_drafts
 
@@ -259,4 +269,5 @@ class Services:
     compare_builds: Callable[[Path, Path, PlanRequest, int, int, Progress], Difference] = _compare_builds
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait
     measure_drafts: Callable[[DraftsAsked, Machine, Progress], DraftReport] = _measure_drafts
+    measure_predictors: Callable[[PredictorsAsked, Machine, Progress], PredictorReport] = _measure_predictors
     measure_warm_start: Callable[..., list[FirstAnswers]] = _measure_warm_start

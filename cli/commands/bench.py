@@ -26,11 +26,13 @@ from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import MemoryOptions, ModelOptions
 from cli.parse import parse_whole
+from cli.predictor_report import predictor_report, show_predictor_report
 from cli.ssd_wait_output import show_report
 from cli.verify_report import verify_report
 
 REPORT_TOKENS = "16"
 DRAFT_REPORT_TOKENS = "64"
+PREDICTOR_TOKENS = "48"
 PLAIN_TOKENS = "128"
 
 
@@ -65,12 +67,20 @@ def bench(
 
     With --report draft every drafter gives the same greedy answers, the governor off: rates against plain
     decode, acceptance, what each phase costs, and what it takes of the memory for experts.
+
+    With --report predictors every source of hints says of every verified block what it would have read ahead,
+    and is held against what was chosen; then each serves the same answers with the same bytes allowed.
     """
     if json and measured.output != "md":
         raise UsageProblem(f"Two forms of output: --json and --output {measured.output}", hint="give one")
     services: Services = context.obj
     form = "json" if json else measured.output
-    drafts = drafts_of(measured.drafts or (ALL_DRAFTS if measured.report == "draft" else "none"))
+    drafts_left_out = {"draft": ALL_DRAFTS, "predictors": "dflash2"}
+    drafts = drafts_of(measured.drafts or drafts_left_out.get(measured.report or "", "none"))
+    if measured.captures is not None and measured.report != "predictors":
+        raise UsageProblem(
+            f"Nothing reads --captures without --report predictors: {measured.captures}", hint="leave it out"
+        )
     if measured.draft_model is not None and "dflash2" not in dict(drafts):
         raise UsageProblem(
             f"Nothing reads --draft-model with --drafts {measured.drafts or 'none'}",
@@ -83,7 +93,8 @@ def bench(
         if measured.report == "verify":
             with Interrupts():
                 return verify_report(services, console, found, memory, disk, as_json=form == "json")
-        default = DRAFT_REPORT_TOKENS if measured.report == "draft" else REPORT_TOKENS
+        defaults = {"draft": DRAFT_REPORT_TOKENS, "predictors": PREDICTOR_TOKENS}
+        default = defaults.get(measured.report, REPORT_TOKENS)
         (num_tokens,) = _one(counts("--n-gen", measured.n_gen or default))
         if measured.report == "draft":
             with Interrupts():
@@ -104,6 +115,17 @@ def bench(
                 show_warm_start(console, answers, disk)
             return OK
         budgets = shares("--budgets", measured.budgets)
+        if measured.report == "predictors":
+            with Interrupts():
+                known = predictor_report(
+                    services, console, found, measured, memory, disk, num_tokens, budgets, drafts, seed
+                )
+            console.end_progress()
+            if form == "json":
+                console.document(as_json_value(known.to_dict()))
+            else:
+                show_predictor_report(console, known)
+            return OK
         hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
         with Interrupts():
             report = ssd_wait_report(

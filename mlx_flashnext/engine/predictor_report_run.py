@@ -22,7 +22,6 @@ from drafter.near import LAYERS_AHEAD
 from drafter.train.captures import TRAIN, CaptureSet
 from drafter.train.route_losses import wanted
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.learned_predictors import NearAhead, near_log_odds
 from mlx_flashnext.engine.machine import Machine
@@ -412,8 +411,8 @@ def _answer(
     if engine.routes.sidecar is not None and drafter is not None:
         timed = TimedDrafter(drafter)
     session = engine.session(cast("Drafter | None", timed or drafter), is_guarded=False, hints=shadow)
-    for event in session.generate(prompt, GREEDY, max_tokens=num_tokens):
-        assert event is not None or isinstance(event, Token)
+    stop_ids = engine.tokenizer.eos_ids
+    list(session.generate(prompt, GREEDY, max_tokens=num_tokens, stop_ids=stop_ids))
     return [] if timed is None else timed.times
 
 

@@ -1,0 +1,191 @@
+"""`flashnext bench --report predictors`: flags to what is measured, and the report for people."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.answer import plan_request
+from cli.bench_options import BenchOptions, DiskOptions, Share
+from cli.bench_output import condition_lines
+from cli.bench_speed import throttled
+from cli.console import Console, size
+from cli.engine_factory import Services
+from cli.model_path import FoundModel
+from cli.options import MemoryOptions
+from cli.settings import expanded
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.predictor_report_run import PredictorReport
+
+NUM_FIXED = 3
+"""Tasks of the demo that come before its held-out ones."""
+SHARE_OF_GAP = 0.5
+
+
+def predictor_report(
+    services: Services,
+    console: Console,
+    found: FoundModel,
+    measured: BenchOptions,
+    memory: MemoryOptions,
+    disk: DiskOptions,
+    num_tokens: int,
+    budgets: Sequence[Share],
+    drafts: Sequence[tuple[str, int]],
+    seed: int | None,
+) -> "PredictorReport":
+    """Measure what `--report predictors` asks for.
+
+    Args:
+        services: what lies below the command line.
+        console: shows progress.
+        found: the model.
+        measured: repetitions, prompts, where draft and captures lie.
+        memory: `--slots` stands in the place of `budgets`.
+        disk: page cache and throttle.
+        num_tokens: of each answer.
+        budgets: the first one is served under.
+        drafts: the first one proposes.
+        seed: of random hints.
+    """
+    from drafter.train.captures import CaptureSet
+    from mlx_flashnext.checkpoint import open_checkpoint
+    from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.engine.predictor_report_run import PredictorsAsked
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.ssd_wait_run import Asked
+    from mlx_flashnext.tokenizer import Tokenizer
+
+    config = open_checkpoint(found.directory).config
+    fewest = max(2, config.num_experts_per_tok)
+    slots = memory.slots or budgets[0].slots_of(config.num_experts, fewest)
+    tasks = demo_tasks()[NUM_FIXED:]
+    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
+    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
+    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
+    if request.context_tokens is None:
+        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    served = Asked(
+        directory=found.directory,
+        label=found.label,
+        request=request,
+        slots=[slots],
+        drafts=drafts[:1],
+        hints=[],
+        prompts=prompts,
+        prompt_set=f"{len(prompts)} held-out {CHAT_SET}",
+        num_tokens=num_tokens,
+        repetitions=measured.repetitions,
+        page_cache=disk.page_cache or "as-is",
+        disk=disk.label,
+        wrap_source=throttled(disk),
+        seed=seed or 0,
+    )
+    captures = _captures(measured.captures)
+    asked = PredictorsAsked(served, None if captures is None else CaptureSet.open(captures))
+    return services.measure_predictors(asked, detect_machine(), console.progress)
+
+
+def _captures(place: Path | None) -> Path | None:
+    return None if place is None else expanded(str(place))
+
+
+def show_predictor_report(console: Console, report: "PredictorReport") -> None:
+    """Write the report to stdout."""
+    from mlx_flashnext.engine.predictor_report import MULTIPLES
+
+    sizes = [f"@{named}" for named in report.sizes]
+    console.line(f"recall of {sum(report.num_rows)} verified rows, mean over layers; n experts named of each")
+    console.table(
+        ("predictor", *sizes, "precision", "off by"),
+        [
+            (
+                one.name,
+                *(f"{recall:.3f}" for recall in one.recall),
+                _share(one.precision),
+                _share(one.calibration_error),
+            )
+            for one in report.figures
+        ],
+        right=tuple(range(1, len(sizes) + 3)),
+    )
+    console.line()
+    at = report.sizes[MULTIPLES.index(2.0)]
+    console.line(f"recall@{at} by layer")
+    console.table(
+        ("predictor", *(str(layer) for layer in report.layers)),
+        [(one.name, *(f"{recall:.2f}" for recall in one.by_layer)) for one in report.figures],
+        right=tuple(range(1, len(report.layers) + 1)),
+    )
+    console.line()
+    rows = [row for row, count in enumerate(report.num_rows) if count]
+    console.line(f"recall@{at} by row of the block, the anchor first")
+    console.table(
+        ("predictor", *(str(row) for row in rows)),
+        [(one.name, *(f"{one.by_row[row]:.2f}" for row in rows)) for one in report.figures],
+        right=tuple(range(1, len(rows) + 1)),
+    )
+    kept = " ".join(f"{report.num_kept[row] / report.num_rows[row]:.2f}" for row in rows)
+    console.line(f"share of rows that the answer kept: {kept}")
+    console.line()
+    _served(console, report)
+    _bars(console, report)
+    console.line(f"frequencies were counted of {report.counted_of}")
+    if report.draft_ns is not None and report.head_ns is not None:
+        without, told = report.draft_ns
+        console.line(
+            f"a proposal took {without / 1e6:.2f} ms, {told / 1e6:.2f} ms with its routes; the host scored "
+            f"all layers of a block in {report.head_ns / 1e6:.2f} ms"
+        )
+    for notice in report.notices:
+        console.line(f"note: {notice}")
+    if report.wait is not None:
+        for line in condition_lines(report.wait.conditions.to_dict(), report.wait.variants[0].repetitions):
+            console.line(line)
+
+
+def _served(console: Console, report: "PredictorReport") -> None:
+    disk = "" if report.wait is None else report.wait.conditions.disk
+    if disk != "real":
+        console.line(f"{disk}; nothing below is a figure of the drive in this machine")
+    console.line(f"in service, each allowed {size(report.hint_bytes)} a block; per committed token")
+    console.table(
+        ("hints", "timely", "resident", "used of read", "read ahead", "read", "waited ms", "ms"),
+        [
+            (
+                one.hints + (" (stopped)" if one.stopped else ""),
+                _share(one.timely),
+                _share(one.resident),
+                _share(one.precision),
+                size(int(one.predicted_bytes)),
+                size(int(one.physical_bytes)),
+                f"{one.exposed_wait_ns / 1e6:.1f}",
+                f"{one.token_ns / 1e6:.1f}",
+            )
+            for one in report.served
+        ],
+        right=tuple(range(1, 8)),
+    )
+    console.line()
+
+
+def _bars(console: Console, report: "PredictorReport") -> None:
+    bars = report.bars
+    if bars.gap_closed is not None:
+        verdict = "holds" if bars.gap_closed >= SHARE_OF_GAP else "does not hold"
+        console.line(f"sidecar closes {100 * bars.gap_closed:.0f}% of frequency's distance to 1: {verdict}")
+    if bars.above_frequency is not None:
+        above, layers = bars.above_frequency
+        verdict = "holds" if above == layers else "does not hold"
+        console.line(f"sidecar is above frequency in {above} of {layers} layers: {verdict}")
+    if bars.above_previous is not None:
+        verdict = "holds" if bars.above_previous else "does not hold"
+        console.line(f"sidecar is above the last token's route: {verdict}")
+    if bars.both_over_either is not None:
+        verdict = "holds" if bars.both_over_either else "does not hold"
+        console.line(f"both are more often timely than either alone: {verdict}")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
