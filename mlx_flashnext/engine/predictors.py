@@ -157,11 +157,11 @@ class Frequency(_Silent):
         self,
         layers: Mapping[int, int],
         num_guesses: int,
-        counts: Mapping[int, Sequence[int]] | None = None,
+        counts: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         given = counts or {}
-        self._counts = {
-            layer: list(given[layer]) if len(given.get(layer, ())) == num_experts else [0] * num_experts
+        self._counts: dict[int, list[float]] = {
+            layer: list(given[layer]) if len(given.get(layer, ())) == num_experts else [0.0] * num_experts
             for layer, num_experts in layers.items()
         }
         self._num_guesses = num_guesses
@@ -287,7 +287,7 @@ class PredictorSetting:
 
     layers: Mapping[int, int]
     top_k: int
-    counts: Mapping[int, Sequence[int]] | None = None
+    counts: Mapping[int, Sequence[float]] | None = None
     routes: RecordedRoutes | None = None
     seed: int = 0
     near: NearMap | None = None

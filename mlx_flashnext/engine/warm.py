@@ -78,13 +78,19 @@ class WarmStart:
             self._is_over = True
             self._store.leave(WARM_OWNER, 1)
 
+    def usage(self) -> Popularity:
+        """Return what earlier runs left, faded, and this run's demands: all that is known of what is used."""
+        return self._popularity.followed_by(self._demands())
+
     def save(self) -> None:
         """Leave this run's demands to the next one; nothing is written where nothing was demanded."""
-        counts = self._store.demand_counts()
-        demands = {layer: counts[layer] for layer in self._num_experts if layer in counts}
-        if self._path is None or not any(any(layer) for layer in demands.values()):
+        if self._path is None or not any(any(layer) for layer in self._demands().values()):
             return
         try:
-            save_popularity(self._path, self._popularity.followed_by(demands), model_digest=self._digest)
+            save_popularity(self._path, self.usage(), model_digest=self._digest)
         except PopularityUnusable as error:
             self.note = error.message
+
+    def _demands(self) -> dict[int, tuple[int, ...]]:
+        counts = self._store.demand_counts()
+        return {layer: counts[layer] for layer in self._num_experts if layer in counts}

@@ -216,6 +216,46 @@ def test_a_warm_start_brings_what_the_last_run_used_and_ends_with_the_first_answ
     assert after.num_queued == 0
 
 
+def test_frequency_hints_start_from_the_popularity_file(model, folder, recorded):
+    """The first block is guessed from what the run before used; without the file nothing is known."""
+
+    def first_guesses(warm: Path | None) -> int:
+        with open_engine(model, warm=warm, hints="frequency") as engine:
+            hints = engine.new_hints("frequency")
+            assert hints is not None
+            return len(hints.begin([1], 0, is_prefill=False).hints)
+
+    with open_engine(model, warm=folder) as engine:
+        answer(engine)
+    assert first_guesses(folder) > 0
+    assert first_guesses(None) == 0
+    with open_engine(model, warm=folder, hints="frequency") as engine:
+        tokens, _ = answer(engine)
+    assert tokens == recorded[0]
+
+
+def test_one_of_two_drives_that_goes_ends_the_answer_by_name_and_leaves_what_is_in_memory(model, recorded):
+    """There is no mirror to read from, but shards may lie on two drives."""
+    lost: set[int] = set()
+
+    def fault(_number: int, file: int, _offset: int, _wanted: int) -> OSError | None:
+        return OSError(errno.ENXIO, "No such device or address") if file in lost else None
+
+    with open_engine(model, lambda source: FaultySource(source, fault)) as engine:
+        assert answer(engine)[0] == recorded[0]
+        store, files = engine.target.store, engine.checkpoint.table.files
+        used = {read.file for one in engine.checkpoint.experts.values() for read in one.record.reads(0)}
+        assert len(used) == 2
+        lost.add(max(used))
+        with pytest.raises(SourceFailed) as raised:
+            answer(engine, Hints(NearGate(), NUM_LAYERS))
+        assert str(files[max(used)].path.name) in f"{raised.value.message} {raised.value.context}"
+        resident = [expert for expert in range(16) if store.is_resident(0, expert)]
+        store.acquire(0, resident[:4]).release()
+        lost.clear()
+        assert answer(engine)[0] == recorded[0]
+
+
 def test_no_warm_start_reads_and_writes_nothing(model, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with open_engine(model) as engine:
