@@ -4,8 +4,9 @@ Every table fits 80 columns. Words are those of docs/METRICS.md; what a heading 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING
 
 from cli.bench_output import condition_lines
@@ -62,9 +63,30 @@ def show_report(console: Console, report: "SsdWaitReport") -> None:
         console.line(
             f"page cache before the first repetition: {100 * shares:.0f}% of sampled pages in memory"
         )
+    for note in notes(variants):
+        console.wrapped(f"note: {note}")
+
+
+def notes(variants: "Sequence[VariantReport]") -> list[str]:
+    """Return what a reader should not have to find out: guesses that did nothing, memory that did harm."""
+    found: list[str] = []
     for one in variants:
+        name = f"{_group(one)}, {one.variant.hints}"
         if one.hints_stopped:
-            console.wrapped(f"note: {one.variant.hints} hints stopped: {one.hints_stopped}")
+            found.append(f"{name}: hints stopped: {one.hints_stopped}")
+        elif one.num_hints and not one.speculative_bytes:
+            most = max(one.hints, key=lambda outcome: one.hints[outcome])
+            found.append(f"{name}: no guess led to a read; most were {most.replace('_', ' ')}")  # FIELD P15
+    for less, more in combinations(variants, 2):
+        alike = replace(less.variant, slots=more.variant.slots) == more.variant
+        small, large = sorted((less, more), key=lambda one: one.variant.slots)
+        is_slower = large.token_ns_range[0] > small.token_ns_range[1]  # beyond noise (FIELD P03)
+        if alike and is_slower and small.variant.slots < large.variant.slots:
+            found.append(
+                f"{_group(large)}, {large.variant.hints}: slower than with {small.variant.slots}; the page "
+                f"cache has less room, which may be why: --slots {small.variant.slots}"
+            )
+    return found
 
 
 def _tables(variants: "Sequence[VariantReport]") -> list[tuple[str, Sequence[str], Cells]]:
