@@ -11,7 +11,7 @@ from mlx_flashnext.engine.deltas import plus
 from mlx_flashnext.engine.prediction import Prediction, score
 from mlx_flashnext.engine.predictors import Guess
 from mlx_flashnext.engine.routes import Pass
-from mlx_flashnext.engine.ssd_wait import Bounds, Run, Variant, summarise
+from mlx_flashnext.engine.ssd_wait import Bounds, Run, Variant, VariantReport, summarise
 from mlx_flashnext.engine.ticket_books import Books, Tickets
 from tests.unit.expert_store.rig import make_rig
 
