@@ -31,6 +31,7 @@ from expert_store.source import ByteSource, FileSource
 from expert_store.staging import StagedDirectory, write_all
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
+from mlx_flashnext.config import LAYER_KINDS
 from mlx_flashnext.conversion.arranging import Arrangement, Section, arrange
 from mlx_flashnext.conversion.checking import LayerError, check_written
 from mlx_flashnext.conversion.recipe import Recipe
@@ -41,6 +42,7 @@ from mlx_flashnext.stored_numbers import float32_values
 FORMAT = "flashnext-conversion"
 VERSION = 1
 REPORT_NAME: Final = "flashnext-conversion.json"
+OFFICIAL_KINDS: Final = {"gdn": "linear_attention", "qsa": "full_attention"}
 CACHE_BYTES: Final = 64 << 20
 """What MLX may keep of the memory it gave back."""
 
@@ -111,7 +113,7 @@ def convert_checkpoint(
         arrangement = arrange(checkpoint, recipe, _table_scale(checkpoint, source))
         shards = _shards(arrangement)
         documents = _documents(directory, arrangement.quantization, shards)
-        plan = _plan(checkpoint, recipe, documents)
+        plan = _plan(checkpoint, documents)
         with StagedDirectory(target, plan) as staged:
             sizes = {shard.name: shard.size for shard in shards}
             staged.check_space({**sizes, **{name: len(data) for name, data in documents.items()}})
@@ -178,9 +180,13 @@ def _documents(directory: Path, section: Section | None, shards: Sequence[_Shard
     """Return the small files of the output: those of the source, with another config and index."""
     documents = small_documents(directory, without=(INDEX_NAME, MANIFEST_NAME, REPORT_NAME))
     config = json.loads(documents["config.json"])
-    for place in (config, config.get("text_config", {})):
+    text = config.get("text_config", config)
+    for place in (config, text):
         place.pop("quantization", None)
         place.pop("quantization_config", None)
+    for place in (text, text.get("mtp", {})):
+        if "layer_types" in place:  # transformers saves a name of its own, which mlx-vlm does not know
+            place["layer_types"] = [OFFICIAL_KINDS[LAYER_KINDS[name]] for name in place["layer_types"]]
     if section is not None:
         config |= {"quantization": section, "quantization_config": section}
     names = {output.name: shard.name for shard in shards for work in shard.works for output in work.outputs}
@@ -193,10 +199,11 @@ def _documents(directory: Path, section: Section | None, shards: Sequence[_Shard
     }
 
 
-def _plan(checkpoint: Checkpoint, recipe: Recipe, documents: Mapping[str, bytes]) -> str:
+def _plan(checkpoint: Checkpoint, documents: Mapping[str, bytes]) -> str:
     """Return what two runs share if and only if they write the same bytes.
 
-    The device and MLX's version are in it, since either may round a scale otherwise.
+    The documents tell recipes apart: every tensor is in the index, every quantisation in the config. The
+    device and MLX's version are in it, since either may round a scale otherwise.
     """
     digest = hashlib.sha256()
     for name, data in sorted(documents.items()):
@@ -204,7 +211,6 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, documents: Mapping[str, bytes]
     facts = {
         "source": checkpoint.digest,
         "files": [(info.path.name, info.size, info.mtime_ns) for info in checkpoint.table.files],
-        "recipe": recipe.to_dict(),
         "documents": digest.hexdigest(),
         "mlx": version("mlx"),
         "device": str(mx.default_device()),
