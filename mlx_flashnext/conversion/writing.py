@@ -205,17 +205,16 @@ def _plan(checkpoint: Checkpoint, documents: Mapping[str, bytes]) -> str:
     The documents tell recipes apart: every tensor is in the index, every quantisation in the config. The
     device and MLX's version are in it, since either may round a scale otherwise.
     """
-    digest = hashlib.sha256()
-    for name, data in sorted(documents.items()):
-        digest.update(b"%s\0%d\0%s" % (name.encode(), len(data), data))
     facts = {
         "source": checkpoint.digest,
         "files": [(info.path.name, info.size, info.mtime_ns) for info in checkpoint.table.files],
-        "documents": digest.hexdigest(),
         "mlx": version("mlx"),
         "device": str(mx.default_device()),
     }
-    return f"{FORMAT} {VERSION} {json.dumps(facts, sort_keys=True)}"
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, data in sorted(documents.items()):
+        digest.update(b"%s\0%d\0%s" % (name.encode(), len(data), data))
+    return f"{FORMAT} {VERSION} {digest.hexdigest()}"
 
 
 def _write(staged: StagedDirectory, source: ByteSource, shards: Sequence[_Shard], progress: Progress) -> None:
