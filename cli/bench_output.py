@@ -82,7 +82,7 @@ def _markdown(console: Console, rows: "Sequence[Row]") -> None:
                 facts.model,
                 size(facts.planned_bytes),
                 f"{facts.slots_per_layer} of {facts.num_experts}",
-                facts.page_cache,
+                facts.page_cache if facts.disk == "real" else f"{facts.page_cache}, simulated disk",
                 facts.hints,
                 facts.draft if not facts.num_draft_tokens else f"{facts.draft} {facts.num_draft_tokens}",
                 row.case.name,

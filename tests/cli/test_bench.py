@@ -73,6 +73,9 @@ def test_a_throttled_row_says_that_its_disk_is_simulated(model):
     words = ("--throttle", "100MB/s", "--latency", "0.1ms")
     rows = json.loads(flashnext("bench", "--model", model, *SMALL, *words, "--json").stdout)
     assert {row["disk"] for row in rows} == {"simulated disk: 0.1 GB/s, 0.1 ms more a read"}
+    shown = flashnext("bench", "--model", model, *SMALL, *words).stdout.splitlines()
+    assert all("as-is, simulated disk" in line for line in shown[2:4])
+    assert "simulated" not in "".join(flashnext("bench", "--model", model, *SMALL).stdout)
 
 
 def test_a_cold_page_cache_is_made_and_stated(model):

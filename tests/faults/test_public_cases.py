@@ -17,8 +17,9 @@ from cli.engine_factory import Services
 from cli.tree import app
 from drafter.oracle import OracleDrafter
 from expert_store.source import ByteSource
-from expert_store.testing import CountingSource, ThrottledSource
+from expert_store.testing import CountingSource, FaultySource, ThrottledSource
 from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.engine import cycle
 from mlx_flashnext.engine import machine as machines
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.errors import BudgetTooSmall
@@ -198,6 +199,53 @@ def test_a_draft_that_is_always_wrong_is_soon_left_alone_and_the_answer_ends_wit
     assert end.reason == plain.reason == "length"
     assert draft.num_cycles <= 32, "of forty-eight: a width of one row is what the governor falls back to"
     assert draft.reason
+
+
+class SlowByCount:
+    """A clock that goes by the records read and the rows computed: a drive that is the whole cost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects the time: reads are on several threads
+        self._now_ns = 0
+
+    def perf_counter_ns(self) -> int:
+        with self._lock:
+            self._now_ns += 1000
+            return self._now_ns
+
+    def wrap(self, source: ByteSource) -> ByteSource:
+        def read(_number: int, _file: int, _offset: int, wanted: int) -> None:
+            with self._lock:
+                self._now_ns += 1000 * wanted
+
+        return FaultySource(source, read)
+
+
+def test_drafting_on_a_slow_drive_costs_three_percent_at_most(model, monkeypatch):
+    """P47: every row of a block brings experts of its own, and drafting was slower than not drafting."""
+    recorded: list[int] = []
+
+    def time_of(error_rate: float | None, *, is_guarded: bool = True) -> int:
+        clock = SlowByCount()
+        monkeypatch.setattr(cycle, "time", clock)
+        drafter = OracleDrafter([*prompt_of(20), *recorded], VOCAB, error_rate=error_rate or 0.0)
+        request = PlanRequest(
+            context_tokens=256,
+            slots_per_layer=5,
+            draft="none" if error_rate is None else "oracle",
+            num_draft_tokens=None if error_rate is None else 4,
+        )
+        with Engine.open(model, request, wrap_source=clock.wrap) as engine:
+            session = engine.session(None if error_rate is None else drafter, is_guarded=is_guarded)
+            list(session.generate(prompt_of(20), GREEDY, max_tokens=0))
+            began_ns = clock.perf_counter_ns()
+            events = list(session.generate(prompt_of(20), GREEDY, max_tokens=160))
+            recorded[:] = recorded or [event.token_id for event in events if isinstance(event, Token)]
+            return clock.perf_counter_ns() - began_ns
+
+    plain = time_of(None)
+    assert time_of(0.7) <= 1.03 * plain
+    assert time_of(0.7, is_guarded=False) > 1.2 * plain, "what it would cost without a governor"
 
 
 EXACT = [
