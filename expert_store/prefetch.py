@@ -131,8 +131,14 @@ class Prefetcher:
         good.sort(key=_urgency)
         return good, len(looked_at) - len(good)
 
-    def hand_over(self, hints: Sequence[Prefetch], owner: int, generation: int) -> int:
-        """Let in what may be; return the tickets issued."""
+    def hand_over(
+        self,
+        hints: Sequence[Prefetch],
+        owner: int,
+        generation: int,
+        issued: list[Prefetch] | None = None,
+    ) -> int:
+        """Let in what may be, noting it in `issued`; return the tickets issued."""
         counts = self._issuing.ledger.hints
         if self.is_stopped:
             counts[HintOutcome.STOPPED] += len(hints)
@@ -145,7 +151,10 @@ class Prefetcher:
         for hint in hints:
             outcome = self._let_in(hint, owner, generation, now_ns)
             counts[outcome] += 1
-            num_issued += outcome is HintOutcome.ACCEPTED
+            if outcome is HintOutcome.ACCEPTED:
+                num_issued += 1
+                if issued is not None:
+                    issued.append(hint)
         return num_issued
 
     def advance(self, owner: int, generation: int) -> None:

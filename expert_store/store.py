@@ -255,7 +255,14 @@ class ExpertStore:
             if progress is not None:
                 progress(batch.stop)
 
-    def prefetch(self, requests: Sequence[Prefetch], *, owner: int, generation: int) -> int:
+    def prefetch(
+        self,
+        requests: Sequence[Prefetch],
+        *,
+        owner: int,
+        generation: int,
+        issued: list[Prefetch] | None = None,
+    ) -> int:
         """Hand over hints: records that will probably be demanded. Neither blocks nor reads nor raises.
 
         One acquisition of the lock and work bounded by `PrefetchLimits.max_hints`, whatever the hints say;
@@ -267,6 +274,7 @@ class ExpertStore:
             owner: Id of the request on whose behalf they are.
             generation: The owner's generation they belong to. An older one than `advance` has reached is
                 refused; a later one is let in and outlives every `advance` before its own end.
+            issued: The hints that led to tickets are appended here.
 
         Returns:
             Tickets issued.
@@ -277,7 +285,7 @@ class ExpertStore:
             counts = self._dispatcher.ledger.hints
             counts[HintOutcome.INVALID] += num_invalid
             counts[HintOutcome.TOO_MANY] += len(requests) - len(hints) - num_invalid
-            num_issued = self._prefetcher.hand_over(hints, owner, generation)
+            num_issued = self._prefetcher.hand_over(hints, owner, generation, issued)
             self._dispatcher.wake_for_guesses(num_issued)
         return num_issued
 

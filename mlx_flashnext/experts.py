@@ -54,8 +54,8 @@ class RouteListener(Protocol):
         """Take a layer's true choice, whose exact reads are queued by now; say what to read ahead."""
         ...
 
-    def accepted(self, num_tickets: int) -> None:
-        """Hear how many reads the last hand-over has led to."""
+    def accepted(self, hints: Sequence[Prefetch]) -> None:
+        """Hear which hints of the last hand-over have led to reads."""
         ...
 
 
@@ -224,9 +224,10 @@ class StreamedExperts:
         """Give hints to the store: at most one hand-over, never a wait."""
         if ahead.hints:
             generation = self.generation + ahead.passes_ahead
-            num_tickets = self._store.prefetch(ahead.hints, owner=self.owner, generation=generation)
+            issued: list[Prefetch] = []
+            self._store.prefetch(ahead.hints, owner=self.owner, generation=generation, issued=issued)
             if self.listener is not None:
-                self.listener.accepted(num_tickets)
+                self.listener.accepted(issued)
 
     def _tell(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
         """Let the listener hear a layer's choice and hand over what it says."""

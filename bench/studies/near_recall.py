@@ -22,6 +22,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from expert_store.keys import Prefetch
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
@@ -53,8 +54,8 @@ class Ear:
         self.true[layer] = [list(row) for row in ids_TK]
         return HandOver()
 
-    def accepted(self, num_tickets: int) -> None:
-        del num_tickets
+    def accepted(self, hints: Sequence[Prefetch]) -> None:
+        del hints
 
 
 def recall(guessed: Sequence[int], chosen: Sequence[int]) -> float:

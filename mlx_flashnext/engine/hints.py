@@ -13,7 +13,9 @@ Invariants:
     H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
     H2  layers are guessed while earlier ones run only where that leads to reads: after `IDLE_PASSES` passes
         without one it is done in one pass of `REST_PASSES`;
-    H3  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
+    H3  guesses are handed over only as far as such guesses were right before (worth.py): a predictor that
+        knows nothing costs nothing;
+    H4  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,7 @@ from drafter.api import RouteHints
 from expert_store.keys import Prefetch, ReadClass
 from mlx_flashnext.engine.predictors import Guess, Predictor, Rows
 from mlx_flashnext.engine.routes import RouteLog
+from mlx_flashnext.engine.worth import Worth
 from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.moe import LookAhead
 
@@ -59,8 +62,14 @@ class Hints:
         self._is_open = self._is_predicting = False
         self._expected: list[Guess] = []
         self._num_accepted = self._num_idle = self._num_resting = 0
+        self._worth = Worth()
         self.num_guesses = 0
         self.stopped = ""
+
+    @property
+    def num_withheld(self) -> int:
+        """Guesses that were not handed over, because such guesses were seldom right."""
+        return self._worth.num_withheld
 
     @property
     def wants_routes(self) -> bool:
@@ -80,7 +89,7 @@ class Hints:
         Args:
             tokens: of the block.
             position: tokens before it.
-            is_prefill: a chunk of the prompt (H3).
+            is_prefill: a chunk of the prompt (H4).
             routes: what the drafter says of the block's rows, if it does.
         """
         self._pass += 1
@@ -90,6 +99,7 @@ class Hints:
         self._num_accepted = 0
         if self._is_predicting and self._num_resting:
             self._num_resting -= 1
+        self._worth.begin(self._pass * self._num_layers, may_try=not self._num_resting)
         if self._log is not None:
             self._log.begin(position, len(tokens))
         self._ask(lambda predictor: predictor.drafted(routes) or ())
@@ -103,9 +113,9 @@ class Hints:
             return ()
         return self._predictor.look_ahead
 
-    def accepted(self, num_tickets: int) -> None:
-        """Hear how many reads the last hand-over has led to."""
-        self._num_accepted += num_tickets
+    def accepted(self, hints: Sequence[Prefetch]) -> None:
+        """Hear which hints of the last hand-over have led to reads."""
+        self._num_accepted += self._worth.issued(hints)
 
     def expect(self, layer: int, ids_TN: Rows) -> None:
         """Take an early guess of a layer; it is handed over with what `routed` says."""
@@ -117,6 +127,7 @@ class Hints:
             return HandOver()  # the MTP module's layer: part of no block
         if self._log is not None:
             self._log.routed(layer, ids_TK)
+        self._worth.routed(self._pass * self._num_layers + layer, ids_TK)
         guesses, self._expected = self._expected, []
         guesses = guesses + self._ask(lambda predictor: predictor.routed(layer, ids_TK))
         return self._ahead(guesses, ReadClass.NEAR)
@@ -127,7 +138,8 @@ class Hints:
             return
         self._is_open = False
         if self._is_predicting and not self._num_resting:
-            self._num_idle = 0 if self._num_accepted else self._num_idle + 1
+            is_idle = not self._num_accepted and not self._worth.is_recovering
+            self._num_idle = self._num_idle + 1 if is_idle else 0
             if self._num_idle >= IDLE_PASSES:
                 self._num_resting = REST_PASSES
         if self._log is not None:
@@ -154,6 +166,8 @@ class Hints:
         try:
             for layer, expert, confidence, passes_ahead in guesses[:MAX_HINTS]:
                 deadline = (self._pass + passes_ahead) * self._num_layers + layer
+                if not self._worth.lets_in(deadline, expert, confidence):
+                    continue
                 if passes_ahead > 0:
                     furthest = LONGEST_HINT
                 kind = ReadClass.SPECULATIVE if passes_ahead else read_class

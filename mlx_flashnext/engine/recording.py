@@ -37,6 +37,7 @@ from drafter.record import (
     TraceWriter,
 )
 from drafter.record_check import Totals
+from expert_store.keys import Prefetch
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.sampler import Sampler
@@ -147,10 +148,10 @@ class OverheardHints(Hints):
             self._heard.rows[layer] = ids_TK
         return HandOver() if self._inner is None else self._pass_on(self._inner.routed(layer, ids_TK))
 
-    def accepted(self, num_tickets: int) -> None:
+    def accepted(self, hints: Sequence[Prefetch]) -> None:
         """See `Hints`."""
         if self._inner is not None:
-            self._inner.accepted(num_tickets)
+            self._inner.accepted(hints)
 
     def commit(self, num_rows: int) -> None:
         """See `Hints`."""

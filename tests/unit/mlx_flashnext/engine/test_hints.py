@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from expert_store.keys import ReadClass
+from expert_store.keys import Prefetch, ReadClass
 from mlx_flashnext.engine.hints import IDLE_PASSES, MAX_HINTS, REST_PASSES, Hints
 from mlx_flashnext.engine.predictors import (
     HINTS,
@@ -160,7 +160,7 @@ def test_a_router_whose_early_choice_is_always_there_is_asked_now_and_then():
     def asked(num_tickets: int) -> bool:
         hints.begin([1], 0, is_prefill=False)
         wants = bool(hints.looks_ahead(1))
-        hints.accepted(num_tickets if wants else 0)
+        hints.accepted([Prefetch(1, 4)] * num_tickets if wants else [])
         hints.commit(1)
         return wants
 
