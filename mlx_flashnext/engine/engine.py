@@ -64,6 +64,8 @@ class Engine:
     Attributes:
         notices: lines that the person should read once, such as a draft's licence.
         routes: trained hints that fit model and draft.
+        cycle_costs: what cycles of the last answer cost by width, from `Governor.costs`; where the next
+            session's governor begins.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Engine:
         self.plan = plan
         self.target = target
         self.notices = notices
+        self.cycle_costs: tuple[float, ...] = ()
         self._new_drafter = new_drafter
         self.warm = warm
         self.routes = routes
@@ -352,7 +355,9 @@ class Session:
         self._laps = laps
         self._drafter = drafter
         self._hints = hints
-        self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded)
+        self._governor = Governor(
+            engine.plan.num_draft_tokens, is_guarded=is_guarded, costs=engine.cycle_costs
+        )
         self._timeline: Timeline | None = None
 
     @property
@@ -442,6 +447,7 @@ class Session:
         finally:
             timeline.rest()
             engine.warm.end()
+            engine.cycle_costs = self._governor.costs()
             if self._recorder is not None:
                 self._recorder.end_answer(timeline)
         self._timeline = timeline

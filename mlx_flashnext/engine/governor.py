@@ -9,9 +9,11 @@ Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
     token's own probability (dflash2.md 3.4, rule 8).
 V2  What speculation may lose is bounded: the opening allowance, `TRY_SHARE` of plain time, and the one cycle
-    that empties the purse.
+    that empties the purse. It stays open only while a width that was measured `WELL_MEASURED` times gains on
+    plain steps by what both really cost here.
 
-Source: dflash2.md 2.8, 2.9 and G22.
+How near it comes to the best fixed width is tested on three tables of costs (`test_governor.py`) and
+measured by `python -m bench.studies.speculation_speed guard`. Source: dflash2.md 2.8, 2.9 and G22.
 """
 
 from collections import Counter, deque
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-TRY_SHARE: Final = 0.01
+TRY_SHARE: Final = 0.015
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
 OPENING_STEPS: Final = 0.5
 """Plain steps that an answer may lose before it has gained anything."""
@@ -27,16 +29,24 @@ LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
 PLAIN_EVERY: Final = 96
 """One cycle of so many is plain, so that the cost of a plain step stays known."""
-EXPLORE_EVERY: Final = 8
-"""One drafting cycle of so many has a width that was hardly measured yet: costs may have cliffs."""
 HARDLY_MEASURED: Final = 3
-REPROBE_EVERY: Final = 160
-"""One of so many has the width that was measured least, long after all are known: costs may change."""
+WELL_MEASURED: Final = 8
+EXPLORE_EVERY: Final = 3
+"""One drafting cycle of so many has a width that is not well measured and may be the best."""
+REPROBE_EVERY: Final = 12
+"""One of so many has one that is well measured and may be the best: costs change with text and residency."""
+DOUBT: Final = 0.1
+"""Relative error of one measured cycle; that of a median of n is taken as `DOUBT / sqrt(n)`."""
+WORTH: Final = 1.02
+"""Gain in tokens a second below which another width is worth neither a change nor a try."""
 WATCHED_CYCLES: Final = 64
 LEAST_ACCEPTED: Final = 0.05
 """Mean accepted tokens over `WATCHED_CYCLES` below which a drafter is a defect, not a hard text (G22)."""
-_REMEMBERED: Final = 15
-_SURVIVAL_MEMORY: Final = 0.95
+_REMEMBERED: Final = 31
+_MEMORY: Final = 0.98
+"""What a cycle's acceptance is worth one cycle later: a change of text is noticed in some fifty."""
+_SHRINK: Final = 4.0
+"""Cycles that the drafter's acceptance everywhere is worth as an opinion of one slot."""
 
 
 class Governor:
@@ -48,25 +58,31 @@ class Governor:
         off_reason: why nothing is proposed for the rest of this answer, None while something may be.
     """
 
-    def __init__(self, max_width: int, *, is_guarded: bool = True) -> None:
-        """Start knowing nothing.
+    def __init__(self, max_width: int, *, is_guarded: bool = True, costs: Sequence[float] = ()) -> None:
+        """Start knowing nothing but what was measured before.
 
         Args:
             max_width: most proposals of a cycle.
             is_guarded: False always proposes `max_width`: for tests and for measuring what a width costs.
+            costs: of a cycle with 0, 1, ... proposals, in plain steps, measured earlier with this
+                model, drafter and budget; fades as this session measures the width itself.
         """
+        self._costs = costs
         self.off_reason: str | None = None
         self._max_width = max_width
         self._is_guarded = is_guarded
         self._cycle_ns: dict[int, deque[int]] = {}
+        self._typical_ns: dict[int, float] = {}
+        """Their medians, with what is known of `costs`; kept, because every cycle asks for all of them."""
         self._purse_ns: float | None = None
         self._since_plain = 0
         self._num_drafting = self._drafting_ns = self._drafted_tokens = 0
         self._num_measured: Counter[int] = Counter()
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
-        # Per slot: decayed counts of cycles that proposed it, and of those in which it was accepted.
-        self._tried = [0.0] * max_width
-        self._survived = [0.0] * max_width
+        self._width = 1
+        # Per slot: decayed counts of cycles in which all before it were accepted, and it too.
+        self._reached = [0.0] * max_width
+        self._passed = [0.0] * max_width
 
     def begin_answer(self) -> None:
         """Give a drafter that was switched off another chance; what was measured stays known."""
@@ -78,8 +94,9 @@ class Governor:
 
     @property
     def is_resting(self) -> bool:
-        """Return whether the purse is empty: trying would cost more than it may."""
-        return self._is_guarded and self._purse_ns is not None and self._purse_ns <= 0
+        """Return whether the purse is empty, and not by bad luck: trying would cost more than it may."""
+        is_empty = self._purse_ns is not None and self._purse_ns <= 0
+        return self._is_guarded and is_empty and not self._is_known_to_pay()
 
     def width(self, room: int) -> int:
         """Return how many tokens to propose.
@@ -92,7 +109,7 @@ class Governor:
             return 0
         if not self._is_guarded:
             return most
-        if self._purse_ns is None or self._purse_ns <= 0 or self._since_plain >= PLAIN_EVERY:
+        if self._purse_ns is None or self.is_resting or self._since_plain >= PLAIN_EVERY:
             return 0
         return self._best_width(most)
 
@@ -109,6 +126,10 @@ class Governor:
         cycle_ns = max(1, cycle_ns)
         self._num_measured[num_proposed] += 1
         self._cycle_ns.setdefault(num_proposed, deque(maxlen=_REMEMBERED)).append(cycle_ns)
+        self._typical_ns[num_proposed] = self._median_ns(num_proposed)
+        if num_proposed == 0:
+            for width in range(1, len(self._costs)):
+                self._typical_ns[width] = self._median_ns(width)
         plain_ns = self._cost_ns(0)
         if num_proposed == 0:
             self._since_plain = 0
@@ -141,10 +162,21 @@ class Governor:
             f"for {self._drafted_tokens} tokens"
         )
 
+    def costs(self) -> tuple[float, ...]:
+        """Return what cycles with 0, 1, ... proposals cost in plain steps, as far as known without a gap."""
+        known = list[float]()
+        plain_ns = self._cost_ns(0)
+        for width in range(self._max_width + 1):
+            cost_ns = self._cost_ns(width)
+            if plain_ns is None or cost_ns is None:
+                break
+            known.append(cost_ns / plain_ns)
+        return tuple(known)
+
     def _learn(self, num_proposed: int, num_accepted: int) -> None:
-        for slot in range(min(num_proposed, self._max_width)):
-            self._tried[slot] = _SURVIVAL_MEMORY * self._tried[slot] + 1
-            self._survived[slot] = _SURVIVAL_MEMORY * self._survived[slot] + (slot < num_accepted)
+        for slot in range(min(num_proposed, self._max_width, num_accepted + 1)):
+            self._reached[slot] = _MEMORY * self._reached[slot] + 1
+            self._passed[slot] = _MEMORY * self._passed[slot] + (slot < num_accepted)
         self._accepted.append(num_accepted)
         if len(self._accepted) == WATCHED_CYCLES:
             mean = sum(self._accepted) / WATCHED_CYCLES
@@ -152,34 +184,68 @@ class Governor:
                 self.off_reason = f"mean accepted {mean:.2f} over {WATCHED_CYCLES} cycles"
 
     def _best_width(self, most: int) -> int:
-        """Return the width from 1 on with the most tokens a nanosecond; hopeful of what is not known yet."""
-        # A width is tried after half of it was: what does not pay is found out where it costs least.
-        most = min(most, max(1, 2 * max(self._cycle_ns)))
-        least = min(range(1, most + 1), key=lambda width: self._num_measured[width])
-        every = EXPLORE_EVERY if self._num_measured[least] < HARDLY_MEASURED else REPROBE_EVERY
-        if self._num_drafting % every == every - 1:
-            return least
-        survival = self._survival(most)
-        tokens, rates = 1.0, dict[int, float]()
-        for width in range(1, most + 1):
-            tokens += survival[width - 1]
-            cost_ns = self._cost_ns(width)
-            rates[width] = tokens / (cost_ns or 1)
-        return max(rates, key=lambda width: rates[width])
+        """Return the width from 1 on with the most tokens a nanosecond, or one that may turn out to be it."""
+        known = {
+            width: cost_ns for width in range(1, most + 1) if (cost_ns := self._cost_ns(width)) is not None
+        }
+        if not known:
+            return 1
+        tokens = self._tokens(most)
+        rates = {width: tokens[width] / cost_ns for width, cost_ns in known.items()}
+        best = max(rates, key=lambda width: rates[width])
+        if self._width not in rates or rates[best] > WORTH * rates[self._width]:
+            self._width = best
+        # A width is tried after half of it was, and only if it would be the best at the least it can cost:
+        # what does not pay is found out where that is cheap, or not at all.
+        hopeful = [
+            width
+            for width in range(1, min(most, 2 * max(known)) + 1)
+            if width != self._width and tokens[width] / self._least_ns(width) > WORTH * rates[self._width]
+        ]
+        if hopeful:
+            least = min(hopeful, key=lambda width: self._num_measured[width])
+            every = EXPLORE_EVERY if self._num_measured[least] < WELL_MEASURED else REPROBE_EVERY
+            if self._num_drafting % every == every - 1:
+                return least
+        return self._width
 
-    def _survival(self, most: int) -> Sequence[float]:
-        """Return for each slot the probability that it and all before it are accepted; hopeful at first."""
-        return [(self._survived[slot] + 1) / (self._tried[slot] + 1) for slot in range(most)]
+    def _is_known_to_pay(self) -> bool:
+        """Return whether the width in use is well measured and gains on plain steps."""
+        width, plain_ns = self._width, self._cost_ns(0)
+        if plain_ns is None or self._num_times(width) < WELL_MEASURED:
+            return False
+        return self._tokens(width)[width] * plain_ns > WORTH * self._typical_ns[width]
+
+    def _tokens(self, most: int) -> Sequence[float]:
+        """Return for each width the tokens that a cycle of it commits; hopeful at first.
+
+        A slot that was hardly reached is taken to pass as the others do.
+        """
+        everywhere = (sum(self._passed) + 1) / (sum(self._reached) + 1)
+        tokens, survival = [1.0], 1.0
+        for reached, passed in zip(self._reached[:most], self._passed[:most], strict=True):
+            survival *= (passed + _SHRINK * everywhere) / (reached + _SHRINK)
+            tokens.append(tokens[-1] + survival)
+        return tokens
 
     def _cost_ns(self, width: int) -> float | None:
-        """Return what a cycle of a width costs, a line through the nearest measured width if unmeasured."""
-        if width in self._cycle_ns:
-            return median(self._cycle_ns[width])
-        if 0 not in self._cycle_ns:
-            return None
-        plain_ns = median(self._cycle_ns[0])
-        others = [each for each in self._cycle_ns if each]
-        if not others:
-            return plain_ns
-        nearest = min(others, key=lambda each: abs(each - width))
-        return plain_ns + (median(self._cycle_ns[nearest]) - plain_ns) * width / nearest
+        """Return what a cycle of a width costs, as measured here or before; None if it was not."""
+        return self._typical_ns.get(width)
+
+    def _median_ns(self, width: int) -> float:
+        times = list[float](self._cycle_ns.get(width, ()))
+        if 0 < width < len(self._costs) and 0 in self._typical_ns:
+            times += [self._costs[width] * self._typical_ns[0]] * HARDLY_MEASURED
+        return median(times)
+
+    def _least_ns(self, width: int) -> float:
+        """Return the least a width may cost: as measured, less the error, or what a narrower one costs."""
+        num_measured = self._num_times(width) + HARDLY_MEASURED * (width < len(self._costs))
+        if num_measured >= HARDLY_MEASURED:
+            return self._typical_ns[width] * (1 - DOUBT / num_measured**0.5)
+        narrower = [each for each in self._cycle_ns if 0 < each < width]
+        sure = [each for each in narrower if self._num_times(each) >= HARDLY_MEASURED]
+        return max(self._typical_ns[each] for each in (0, *sure))
+
+    def _num_times(self, width: int) -> int:
+        return len(self._cycle_ns.get(width, ()))
