@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
+    from mlx_flashnext.engine.pack_gain import PackGain
     from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import Plan, PlanRequest
     from mlx_flashnext.engine.predictor_report_run import PredictorReport, PredictorsAsked
@@ -190,6 +191,12 @@ def _verify_pack(directory: Path, progress: Progress) -> Verified:
     return verify_pack(directory, progress=progress)
 
 
+def _measure_pack_gain(source: Path, pack: Path, progress: Progress) -> PackGain:
+    from mlx_flashnext.engine.pack_gain import measure_gain
+
+    return measure_gain(source, pack, progress=progress)
+
+
 def _convert_checkpoint(directory: Path, target: Path, recipe: Recipe, progress: Progress) -> Converted:
     from mlx_flashnext.conversion.writing import convert_checkpoint
 
@@ -265,6 +272,7 @@ class Services:
     measure_drive: Callable[[Path], float | None] = _measure_drive
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
+    measure_pack_gain: Callable[[Path, Path, Progress], PackGain] = _measure_pack_gain
     convert_checkpoint: Callable[[Path, Path, Recipe, Progress], Converted] = _convert_checkpoint
     compare_builds: Callable[[Path, Path, PlanRequest, int, int, Progress], Difference] = _compare_builds
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait

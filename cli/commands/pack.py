@@ -1,7 +1,7 @@
 """`flashnext pack` and `flashnext verify`: one aligned record an expert, each with its digest."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from cli.engine_factory import Services
 from cli.errors import DAMAGED, OK, describe
 from cli.model_path import find_model
 from cli.settings import expanded
+
+if TYPE_CHECKING:
+    from mlx_flashnext.engine.pack_gain import PackGain
 
 MOST_DAMAGED = 10
 
@@ -35,6 +38,7 @@ def pack(
         expanded(out),
         lambda stage, done, total: console.progress(stage, done, total, is_bytes=True),
     )
+    gain = services.measure_pack_gain(found.directory, packed.directory, console.progress)
     console.end_progress()
     if json:
         console.document(
@@ -44,6 +48,7 @@ def pack(
                 "num_records": packed.num_records,
                 "bytes": packed.num_bytes,
                 "reads_per_record": {"before": packed.reads_before, "now": 1},
+                "gain": gain.to_dict(),
             }
         )
         return OK
@@ -55,11 +60,24 @@ def pack(
         ),
         ("identity", packed.identity),
         ("an expert", f"one read; {reads} from {found.label}"),
+        ("gain", _gain(gain)),
         ("next", f"flashnext run --model {packed.directory}"),
     )
     for name, fact in facts:
         console.line(f"{name:<9}  {fact}")
     return OK
+
+
+def _gain(gain: "PackGain") -> str:
+    """Return what the pack gains on this drive, or that it gains nothing."""
+    if gain.ratio is None:
+        return f"not measured: {gain.why}"
+    cache = "cold" if gain.page_cache == "cold" else "page cache unknown"
+    figure = f"{gain.ratio:.2f} [{gain.low:.2f} to {gain.high:.2f}] times the rate of the checkpoint as it is"
+    rates = (
+        f"{size(round(gain.pack_bytes_per_s))}/s against {size(round(gain.source_bytes_per_s))}/s, {cache}"
+    )
+    return f"{figure}: {rates}" if gain.is_gain else f"none to be seen on this disk: {figure}, {rates}"
 
 
 def verify(

@@ -103,3 +103,30 @@ def test_when_records_are_compared_shows_in_the_plan(source, tmp_path, verify):
     flashnext("pack", source, tmp_path / "pack")
     result = flashnext("plan", tmp_path / "pack", "--json", "--verify-reads", verify)
     assert json.loads(result.stdout)["plan"]["verify_reads"] == verify
+
+
+def gained(ratio: float | None, low: float = 0.0, high: float = 0.0, cache: str = "cold", why: str = ""):
+    from mlx_flashnext.engine.pack_gain import PackGain
+
+    rates = (1 << 30, round((ratio or 0) * (1 << 30)))
+    return lambda *_: PackGain(ratio, low, high, *rates, cache, why)
+
+
+@pytest.mark.parametrize(
+    ("gain", "line"),
+    [
+        (
+            gained(1.31, 1.26, 1.4),
+            "1.31 [1.26 to 1.40] times the rate of the checkpoint as it is: 1.3 GiB/s against",
+        ),
+        (gained(1.02, 0.97, 1.1), "none to be seen on this disk: 1.02 [0.97 to 1.10] times"),
+        (gained(0.9, 0.8, 0.95, "unknown"), "none to be seen on this disk: 0.90 [0.80 to 0.95] times"),
+        (gained(None, why="too few"), "not measured: too few"),
+    ],
+)
+def test_what_a_pack_gains_is_said_and_so_is_that_it_gains_nothing(source, tmp_path, gain, line):
+    services = Services(measure_pack_gain=gain)
+    made = flashnext("pack", source, tmp_path / "pack", services=services)
+    (found,) = [text for text in made.stdout.splitlines() if text.startswith("gain")]
+    assert found.startswith(f"gain       {line}"), found
+    assert ("page cache unknown" in found) == ("0.90" in found)
