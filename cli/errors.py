@@ -33,6 +33,7 @@ _CODES = {
     "SlotsExhausted": NOT_ENOUGH,
     "MemoryError": NOT_ENOUGH,
     "EmptyPrompt": USAGE,
+    "MessageRefused": USAGE,
     "InvalidRequest": USAGE,
 }
 

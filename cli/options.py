@@ -302,6 +302,15 @@ class PromptOptions:
             "--reasoning-effort", help="Such as low, medium, high, where offered.", rich_help_panel=_PROMPT
         ),
     ] = None
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            "--tools",
+            metavar="FILE",
+            help="JSON list of tools that the model may call; calls come as text.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None
     chat_template_config: Annotated[
         dict[str, Any] | None,
         typer.Option(

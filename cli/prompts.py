@@ -10,6 +10,7 @@ import select
 import stat
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -47,6 +48,34 @@ class PromptMaker:
             self._variables["enable_thinking"] = options.think
         if options.reasoning_effort is not None:
             self._variables["reasoning_effort"] = options.reasoning_effort
+        if options.tools is not None:
+            self._variables["tools"] = _read_tools(options.tools)
+
+    @property
+    def note(self) -> str:
+        """Return what a person should know about the effort asked for, "" if there is nothing."""
+        if self._variables.get("reasoning_effort") != "high":
+            return ""
+        return (
+            "note: this model's efforts are low, medium and xhigh; high is taken as xhigh, its longest. "
+            "hint: --reasoning-effort medium answers sooner"
+        )
+
+    def header(self) -> dict[str, Any]:
+        """Return how prompts are made, for reports: template, thinking, effort (FIELD P76)."""
+        thinks = self._variables.get("enable_thinking")
+        effort = self._variables.get("reasoning_effort")
+        return {
+            "template_sha256": self._template.digest,
+            "enable_thinking": thinks,
+            "reasoning_effort": None
+            if thinks is False
+            else "xhigh"
+            if effort == "high"
+            else effort or self._template.default_effort(),
+            "is_default_effort": effort is None,
+            "num_tools": len(self._variables.get("tools") or ()),
+        }
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the prompt that asks for the next answer.
@@ -63,7 +92,7 @@ class PromptMaker:
         self._template.close()
 
     def _check(self, options: PromptOptions) -> None:
-        if options.think is options.reasoning_effort is options.chat_template_config is None:
+        if options == replace(PromptOptions(), system_prompt=options.system_prompt):
             return
         read = self._template.variables()
         if options.think is not None and "enable_thinking" not in read:
@@ -81,9 +110,14 @@ class PromptMaker:
                 f"Without thinking there is no effort: --reasoning-effort {options.reasoning_effort}",
                 hint="leave out --no-think or --reasoning-effort",
             )
+        if options.tools is not None and "tools" not in read:
+            raise UsageProblem(
+                f"This model's chat template knows no tools: --tools {options.tools}", hint="leave it out"
+            )
         for name in options.chat_template_config or {}:
             if name in _OURS[:3]:
-                raise UsageProblem(f"--chat-template-config cannot set this: {name}", hint="leave it out")
+                hint = "--tools FILE gives tools" if name == "tools" else "leave it out"
+                raise UsageProblem(f"--chat-template-config cannot set this: {name}", hint=hint)
             if name not in read:
                 known = sorted(set(read) - set(_OURS[:3]))
                 raise UsageProblem(
@@ -94,6 +128,25 @@ class PromptMaker:
                 name == "reasoning_effort" and options.reasoning_effort is not None
             ):
                 raise UsageProblem(f"Given twice, as a flag and in --chat-template-config: {name}")
+
+
+def _read_tools(path: Path) -> list[dict[str, Any]]:
+    """Return the tools of a file.
+
+    Raises:
+        UsageProblem: it cannot be read, or holds something else than a list of objects.
+    """
+    import msgspec
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except OSError as error:
+        raise UsageProblem(f"Cannot read --tools: {error.strerror}: {path}", hint="check the path") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageProblem(
+            f"--tools wants a JSON list of objects: {path}: {error}",
+            hint='such as [{"type": "function", "function": {"name": ..., "parameters": ...}}]',
+        ) from error
 
 
 def system_messages(options: PromptOptions) -> list[Message]:

@@ -53,6 +53,8 @@ def chat(
         transcript = None if resume is None else read_transcript(resume)
         system = system_messages(prompting)
         with PromptMaker(found.directory, prompting) as maker:
+            if maker.note:
+                console.note(maker.note)
             settings = TurnSettings(sampling_params(sampling, found.directory), sampling, draft, shown)
             show_demo_notice(found, console)
             with opened(services, found, memory, draft, hints, console) as engine:
@@ -61,15 +63,18 @@ def chat(
                     conversation.resume(transcript, resume)
                 lines = LineInput(console)
                 if lines.is_interactive:
-                    console.note(_banner(found, engine))
+                    console.note(_banner(found, engine, maker))
                 return _converse(conversation, lines, console, interrupts)
 
 
-def _banner(found: FoundModel, engine: EngineLike) -> str:
-    plan = engine.plan
+def _banner(found: FoundModel, engine: EngineLike, maker: PromptMaker) -> str:
+    plan, header = engine.plan, maker.header()
+    effort = header["reasoning_effort"]
+    asked = "the model's default" if header["is_default_effort"] else "as asked"
+    thinks = f"; reasoning effort {effort}, {asked}" if effort else ""
     return (
         f"{found.label}: context {plan.context_tokens} tokens, {plan.slots_per_layer} of {plan.num_experts} "
-        "experts a layer in memory; /help shows what can be done here"
+        f"experts a layer in memory{thinks}; /help shows what can be done here"
     )
 
 

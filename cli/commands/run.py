@@ -1,6 +1,8 @@
 """`flashnext run`: one prompt, one answer."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,20 +82,23 @@ def run(
         found = find_model(model.model)
         text = read_prompt([prompt] if prompt is not None else words, console)
         # The template is asked before the model is loaded: what it refuses costs no loading.
-        rendered, params = _prepare(found, prompting, sampling, text, raw=ignore_chat_template)
+        made = _prepare(found, prompting, sampling, text, raw=ignore_chat_template, has_header=json or jsonl)
+        if made.note:
+            console.note(made.note)
         show_demo_notice(found, console)
         with opened(services, found, memory, draft, hints, console) as engine:
             ask = Ask(
-                prompt=engine.tokenizer.encode(rendered),
-                starts_inside=prompt_ends_inside(rendered),
-                params=params,
+                prompt=engine.tokenizer.encode(made.text),
+                starts_inside=prompt_ends_inside(made.text),
+                params=made.params,
                 stop_ids=stop_ids(sampling, engine.tokenizer),
                 max_tokens=sampling.max_tokens,
                 rule=draft.draft_rule,
             )
             start = {
                 "model": {"name": found.label, "digest": engine.checkpoint.digest},
-                "sampling": sampling_report(params, sampling),
+                "prompt": made.header,
+                "sampling": sampling_report(made.params, sampling),
                 "plan": as_json_value(engine.plan.to_dict()),
             }
             if jsonl:
@@ -109,15 +114,32 @@ def run(
     return INTERRUPTED if answer.finish_reason == "cancelled" else OK
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A prompt and how it was made; `header` is None for text sent as it is."""
+
+    text: str
+    params: "SamplingParams"
+    header: Mapping[str, Any] | None = None
+    note: str = ""
+
+
 def _prepare(
-    found: FoundModel, prompting: PromptOptions, sampling: SamplingOptions, text: str, *, raw: bool
-) -> "tuple[str, SamplingParams]":
+    found: FoundModel,
+    prompting: PromptOptions,
+    sampling: SamplingOptions,
+    text: str,
+    *,
+    raw: bool,
+    has_header: bool,
+) -> _Made:
     """Return prompt text and sampling. MLX is imported while the template compiles in its own process."""
     if raw:
-        return text, sampling_params(sampling, found.directory)
+        return _Made(text, sampling_params(sampling, found.directory))
     with PromptMaker(found.directory, prompting) as maker:
         params = sampling_params(sampling, found.directory)
-        return maker.render([*system_messages(prompting), {"role": "user", "content": text}]), params
+        rendered = maker.render([*system_messages(prompting), {"role": "user", "content": text}])
+        return _Made(rendered, params, maker.header() if has_header else None, maker.note)
 
 
 def _sink(console: Console, shown: AnswerOptions, *, json: bool, jsonl: bool) -> Sink:

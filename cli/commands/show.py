@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,6 +62,7 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
         ),
         ("quantisation", _quantisation(inspection)),
         *_geometry(inspection.config),
+        ("template", _template(found.directory)[1]),
     ]
     if inspection.checkpoint is not None:
         facts.append(("digest", inspection.checkpoint.digest))
@@ -87,6 +89,23 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
     _names(console, "not known", inspection.unknown, limit=None if with_tensors else MOST_NAMES)
     if with_tensors:
         _tensors(console, inspection.accounts, infos)
+
+
+def _template(directory: Path) -> tuple[str | None, str]:
+    """Return the digest of the chat template, and what there is to say of it (FIELD P76)."""
+    from mlx_flashnext.text.template import (
+        OFFICIAL_DIGEST,
+        ChatTemplateFailed,
+        read_template,
+        template_digest,
+    )
+
+    try:
+        digest = template_digest(read_template(directory)[0])
+    except ChatTemplateFailed as error:
+        return None, error.message
+    whose = "the official one" if digest.startswith(OFFICIAL_DIGEST) else "not the official one"
+    return digest, f"{digest[:16]}, {whose}"
 
 
 def _names(console: Console, heading: str, names: tuple[str, ...], *, limit: int | None) -> None:
@@ -175,6 +194,7 @@ def _report(found: FoundModel, inspection: "Inspection", *, with_tensors: bool) 
             "digest": None if checkpoint is None else checkpoint.digest,
             "num_files": len(inspection.table.files),
             "file_bytes": sum(file.size for file in inspection.table.files),
+            "template_sha256": _template(found.directory)[0],
         },
         "quantisation": _quantisation(inspection),
         "config": as_json_value(asdict(config)),

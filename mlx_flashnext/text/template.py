@@ -13,23 +13,27 @@ Source: qwen4exp.md 5.3. Where the template lies: as transformers 5 looks for it
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
 from mlx_flashnext.errors import ModelError
 from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.text.messages import Message, plain_messages
 from mlx_flashnext.text.template_process import TemplateProcess, TemplateProcessEnded
 
-Message = Mapping[str, Any]
 TIME_LIMIT_S = 5.0
 MEMORY_LIMIT_BYTES = 1 << 30
 OUTPUT_LIMIT_CHARS = 32_000_000
 # Exit status of `template_worker.py` when its watchdog saw too much memory; not imported, to keep jinja2 out.
 MEMORY_EXIT = 71
-_EFFORTS = {"high": "xhigh"}
+EFFORTS: Final = ("low", "medium", "xhigh")
+_SAME_EFFORT = {"high": "xhigh"}
+OFFICIAL_DIGEST: Final = "c3cf9e34"
+"""How the SHA-256 of the official template begins (qwen4exp.md 5)."""
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -72,26 +76,31 @@ class ChatTemplate:
         Raises:
             ChatTemplateFailed: there is none, or it cannot be read.
         """
-        config_path, path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = _read_config(config_path)
-        try:
-            source = read_regular(path).decode("utf-8")
-        except FileNotFoundError:
-            source = _embedded(config.get("chat_template"))
-        except UnicodeDecodeError as error:
-            raise ChatTemplateFailed(
-                f"chat_template.jinja is not UTF-8 at byte {error.start}", hint="download the file again"
-            ) from error
-        except OSError as error:
-            raise ChatTemplateFailed(
-                f"chat_template.jinja cannot be read: {error.strerror}", hint="download the file again"
-            ) from error
-        if source is None:
-            raise ChatTemplateFailed(
-                f"The checkpoint has no chat template: {directory}",
-                hint="add chat_template.jinja, or send text as it is with --ignore-chat-template",
-            )
-        return cls(source, tokens=_special_tokens(config))
+        source, tokens = read_template(directory)
+        return cls(source, tokens=tokens)
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the template's source."""
+        return template_digest(str(self._setup["source"]))
+
+    def default_effort(self) -> str | None:
+        """Return the effort that a rendering without one has; None where the template knows none.
+
+        Raises:
+            ChatTemplateFailed: the template does not compile.
+        """
+        if "reasoning_effort" not in self.variables():
+            return None
+        probe = [{"role": "user", "content": "?"}]
+        plain = self.render(probe)
+        for effort in EFFORTS:
+            try:
+                if self.render(probe, reasoning_effort=effort) == plain:
+                    return effort
+            except ChatTemplateFailed:  # a template with other efforts
+                continue
+        return None
 
     def variables(self) -> frozenset[str]:
         """Return the names the template reads from its caller.
@@ -119,7 +128,8 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            messages: `role`, `content`, for assistants perhaps `reasoning_content` and `tool_calls`.
+            messages: `role`, `content` (text, or a list of text parts), for assistants perhaps
+                `reasoning_content` and `tool_calls`.
             add_generation_prompt: end where the assistant begins to speak.
             enable_thinking: None leaves it to the template.
             reasoning_effort: None leaves it to the template.
@@ -127,11 +137,12 @@ class ChatTemplate:
             extra: further variables, such as `preserve_thinking`.
 
         Raises:
+            MessageRefused: a part that is not text, or a role that nobody knows.
             ChatTemplateFailed: the template refused the conversation, failed, or exceeded its limits.
         """
         variables: dict[str, Any] = {
             **self._tokens,
-            "messages": [_plain(message) for message in messages],
+            "messages": plain_messages(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": None if tools is None else list(tools),
             **extra,
@@ -139,7 +150,7 @@ class ChatTemplate:
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         if reasoning_effort is not None:
-            variables["reasoning_effort"] = _EFFORTS.get(reasoning_effort, reasoning_effort)
+            variables["reasoning_effort"] = _SAME_EFFORT.get(reasoning_effort, reasoning_effort)
         self.variables()
         try:
             answer = self._child().ask({"variables": variables})
@@ -219,30 +230,6 @@ class ChatTemplate:
         )
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as the template wants it: no nulls, tool arguments as mappings."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    calls = plain.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except msgspec.DecodeError as error:
-            raise ChatTemplateFailed(
-                f"Arguments of the tool call {function.get('name')!r} are not JSON: {error}",
-                hint="send arguments as a JSON object",
-            ) from error
-        function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else dict(function)
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_regular(path), type=dict[str, Any])
@@ -273,3 +260,36 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
     return found
+
+
+def read_template(directory: Path) -> tuple[str, dict[str, str]]:
+    """Return the source of a checkpoint's template and its special tokens.
+
+    Raises:
+        ChatTemplateFailed: there is none, or it cannot be read.
+    """
+    config_path, path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config = _read_config(config_path)
+    try:
+        source = read_regular(path).decode("utf-8")
+    except FileNotFoundError:
+        source = _embedded(config.get("chat_template"))
+    except UnicodeDecodeError as error:
+        raise ChatTemplateFailed(
+            f"chat_template.jinja is not UTF-8 at byte {error.start}", hint="download the file again"
+        ) from error
+    except OSError as error:
+        raise ChatTemplateFailed(
+            f"chat_template.jinja cannot be read: {error.strerror}", hint="download the file again"
+        ) from error
+    if source is None:
+        raise ChatTemplateFailed(
+            f"The checkpoint has no chat template: {directory}",
+            hint="add chat_template.jinja, or send text as it is with --ignore-chat-template",
+        )
+    return source, _special_tokens(config)
+
+
+def template_digest(source: str) -> str:
+    """Return the SHA-256 of a template's source."""
+    return hashlib.sha256(source.encode()).hexdigest()

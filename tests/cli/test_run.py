@@ -42,7 +42,7 @@ def test_the_document_names_everything(cli):
     document = json.loads(result.stdout)
     assert set(document) == {
         "text", "reasoning", "finish_reason", "prompt_tokens", "output_tokens", "statistics",
-        "model", "sampling", "plan",
+        "model", "prompt", "sampling", "plan",
     }  # fmt: skip
     assert document["finish_reason"] == "stop"
     assert document["model"] == {"name": str(cli.checkpoint), "digest": "d" * 64}

@@ -1,5 +1,6 @@
 """Chat templates: what is rendered, and that whatever a template does, rendering ends within its limits."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from mlx_flashnext.text import template as template_module
 from mlx_flashnext.text import template_worker
+from mlx_flashnext.text.messages import MessageRefused
 from mlx_flashnext.text.template import ChatTemplate, ChatTemplateFailed
 from tests.tiny.tokenizer import CHAT_TEMPLATE, write_tokenizer
 
@@ -103,7 +105,7 @@ def test_tool_arguments_given_as_text_reach_the_template_as_a_mapping(open_templ
     call = {"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     assert template.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == "Oslo"
     broken = {"function": {"name": "weather", "arguments": "{"}}
-    with pytest.raises(ChatTemplateFailed, match="'weather' are not JSON"):
+    with pytest.raises(MessageRefused, match="'weather' are not JSON"):
         template.render([{"role": "assistant", "tool_calls": [broken]}])
 
 
@@ -318,3 +320,58 @@ def test_an_embedded_template_of_another_shape_is_none(tmp_path, value):
 def test_a_template_that_writes_half_a_surrogate_pair_is_refused(open_template):
     with pytest.raises(ChatTemplateFailed, match=r"no character: .*ud800.* at 2"):
         open_template(r"ab{{ '\ud800' }}").render([USER])
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "image_url"),
+        ({"type": "image", "image": "cat.png"}, "image"),
+        ({"type": "input_image"}, "input_image"),
+        ({"type": "video", "video": "cat.mp4"}, "video"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio"),
+        ({"type": "text"}, "text"),
+        ({"text": "typeless"}, "None"),
+        (7, "int"),
+    ],
+)
+def test_what_is_not_text_is_refused_by_name_and_number(tiny, part, kind):
+    talk = [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "look:"}, part]},
+    ]
+    with pytest.raises(MessageRefused, match=f"^Message 2 has a part that is not text: {kind}$") as caught:
+        tiny.render(talk)
+    assert "text only" in caught.value.hint
+
+
+@pytest.mark.parametrize("role", ["developer", "User", "", None, 3])
+def test_an_unknown_role_is_refused_whatever_the_template_would_do(open_template, role):
+    silent = open_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(MessageRefused, match="Message 1 has a role that the model does not know"):
+        silent.render([{"role": role, "content": "hi"}])
+
+
+@pytest.mark.parametrize("content", [{"type": "text", "text": "x"}, 5, b"x"])
+def test_content_of_another_shape_is_refused(tiny, content):
+    with pytest.raises(MessageRefused, match="neither text nor parts"):
+        tiny.render([{"role": "user", "content": content}])
+
+
+def test_parts_of_text_are_one_text(tiny):
+    parts = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}]
+    assert tiny.render([{"role": "user", "content": parts}]) == tiny.render(
+        [{"role": "user", "content": "a b"}]
+    )
+
+
+def test_p76_the_effort_that_nobody_asked_for_is_known(tiny, open_template):
+    assert tiny.default_effort() == "xhigh"
+    medium = open_template(CHAT_TEMPLATE.replace("else 'xhigh' %}", "else 'medium' %}"))
+    assert medium.default_effort() == "medium"
+    assert open_template("{{ messages[0].content }}").default_effort() is None
+
+
+def test_p76_another_template_has_another_digest(tiny, open_template):
+    assert tiny.digest == hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
+    assert open_template(CHAT_TEMPLATE + " ").digest != tiny.digest

@@ -25,6 +25,25 @@ SYSTEM = {"role": "system", "content": " You are terse. "}
 USER = {"role": "user", "content": "What's <b>up</b> & \u20ac?\n"}
 REPLY = {"role": "assistant", "content": " Fine. ", "reasoning_content": " Because. "}
 PLAIN = {"role": "assistant", "content": "Fine."}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells it, <b> & all.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+CALLS = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "reasoning_content": "Two places.",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"place": "Ulm", "days": [1, 2]}}},
+        {"type": "function", "function": {"name": "weather", "arguments": {"place": "Bonn"}}},
+    ],
+}
+RESULTS = [{"role": "tool", "content": "sun"}, {"role": "tool", "content": "rain"}]
+TOOL_TALKS = [[USER], [SYSTEM, USER, CALLS, *RESULTS], [USER, CALLS, *RESULTS, REPLY, USER]]
 TALKS = [[USER], [SYSTEM, USER], [USER, REPLY, USER], [SYSTEM, USER, REPLY, USER, PLAIN, USER]]
 VARIABLES = [
     {},
@@ -77,6 +96,35 @@ def test_renderings_equal_transformers(directories, reference, variables):
                         talk, tokenize=False, add_generation_prompt=generation, **variables
                     )
                     assert ours.render(talk, add_generation_prompt=generation, **variables) == expected
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"preserve_thinking": False}], ids=str)
+@pytest.mark.parametrize(
+    "tools", [None, [WEATHER], [WEATHER, {**WEATHER, "strict": True}]], ids=["0", "1", "2"]
+)
+def test_tools_calls_and_results_equal_transformers(directories, reference, variables, tools):
+    """With the demo's template, which has the shape of the official one; that one is not in the tree."""
+    with ChatTemplate.open(directories[-1]) as ours:
+        for talk in TOOL_TALKS:
+            expected = reference[-1].apply_chat_template(
+                talk, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+            )
+            assert ours.render(talk, tools=tools, **variables) == expected
+            if tools:
+                assert '"strict": true' in expected or len(tools) == 1
+                assert "<b> & all" in expected
+
+
+def test_text_in_parts_equals_a_template_that_joins_them(reference):
+    source = """{% for message in messages %}<{{ message.role }}>
+    {%- if message.content is string %}{{ message.content }}{% else -%}
+    {% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"""
+    parts = [{"type": "text", "text": " one\n"}, {"type": "text", "text": "two "}]
+    talk = [{"role": "user", "content": parts}, PLAIN, {"role": "user", "content": []}]
+    expected = reference[0].apply_chat_template(talk, chat_template=source, tokenize=False)
+    with ChatTemplate(source) as ours:
+        assert ours.render(talk, add_generation_prompt=False) == expected
+    assert "one\ntwo" in expected
 
 
 def test_tokens_of_a_rendering_equal_transformers(directories, reference):
