@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 from cli.answer import plan_request
 from cli.bench_options import BenchOptions, DiskOptions, Share
+from cli.bench_output import condition_lines
 from cli.bench_speed import throttled
-from cli.console import Console
+from cli.console import Console, counted
 from cli.engine_factory import Services
 from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
-    from mlx_flashnext.engine.warm_run import FirstAnswers
+    from mlx_flashnext.engine.warm_run import WarmStartReport
 
 
 def ssd_wait_report(
@@ -87,47 +88,57 @@ def warm_start_report(
     memory: MemoryOptions,
     disk: DiskOptions,
     num_tokens: int,
-) -> "list[FirstAnswers]":
+) -> "WarmStartReport":
     """Measure what `--report warm-start` asks for: first answers after a cold and a warm start."""
-    from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
+    from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.warm_run import WarmAsked
     from mlx_flashnext.tokenizer import Tokenizer
 
     prompt = chat_prompts(found.directory, Tokenizer.open(found.directory), demo_tasks()[:1])[0]
     request = plan_request(memory, found)
     if request.context_tokens is None:
         request = replace(request, context_tokens=len(prompt) + num_tokens + 1)
-    return services.measure_warm_start(
-        found.directory,
-        request,
-        prompt,
-        num_tokens,
-        measured.repetitions,
-        disk.page_cache or "cold",
-        throttled(disk),
-        console.progress,
+    asked = WarmAsked(
+        directory=found.directory,
+        label=found.label,
+        request=request,
+        prompt=prompt,
+        prompt_set=f"the first of the {CHAT_SET}",
+        num_tokens=num_tokens,
+        rounds=measured.repetitions,
+        page_cache=disk.page_cache or "cold",
+        disk=disk.label,
+        wrap_source=throttled(disk),
     )
+    return services.measure_warm_start(asked, detect_machine(), console.progress)
 
 
-def show_warm_start(console: Console, answers: "list[FirstAnswers]", disk: DiskOptions) -> None:
-    """Write first answers as a table, their ratio to a cold start beside them."""
-    base = answers[0]
+def show_warm_start(console: Console, report: "WarmStartReport") -> None:
+    """Write first answers as a table, their ratio to a cold start beside them, and what was gained."""
     rows: list[tuple[str, ...]] = []
-    for one in answers:
-        ratios = sorted(
-            (a + b) / (c + d)
-            for a, b, c, d in zip(one.prefill_ns, one.decode_ns, base.prefill_ns, base.decode_ns, strict=True)
-        )
+    for one in report.answers:
+        ratios = report.ratios(one)
         rows.append(
             (
                 one.way,
-                f"{one.median_ns / 1e6:.0f} ms",
-                f"{median(one.prefill_ns) / 1e6:.0f} ms",
-                f"{median(one.decode_ns) / 1e6:.0f} ms",
-                f"{median(one.exposed_wait_ns) / 1e6:.1f} ms",
-                f"{median(ratios):.2f} [{ratios[0]:.2f} to {ratios[-1]:.2f}]",
+                f"{one.median_ns / 1e6:.0f}",
+                f"{median(one.prefill_ns) / 1e6:.0f}",
+                f"{median(one.decode_ns) / 1e6:.0f}",
+                f"{median(one.exposed_wait_ns) / 1e6:.1f}",
+                f"{median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]",
                 str(one.num_hints),
             )
         )
-    console.line(f"first answer after opening; page cache {disk.page_cache or 'cold'}; disk: {disk.label}")
+    disk = report.conditions.disk
+    label = "" if disk == "real" else f" ({disk})"
+    console.line(f"first answer after opening, {counted(report.num_tokens, 'token')}, ms{label}")
     headings = ("start", "answer", "prefill", "decode", "waited", "against cold", "named")
     console.table(headings, rows, right=(1, 2, 3, 4, 5, 6))
+    for one in report.answers[1:]:
+        gained_ns = report.answers[0].median_ns - one.median_ns
+        when = "sooner" if gained_ns >= 0 else "later"
+        console.line(f"{one.way}: first answer {abs(gained_ns) / 1e6:.0f} ms {when} than after a cold start")
+    console.line()
+    for line in condition_lines(report.conditions.to_dict(), len(report.answers[0].prefill_ns)):
+        console.wrapped(line)

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.events import Event
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.pack_gain import PackGain
-    from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import Plan, PlanRequest
     from mlx_flashnext.engine.predictor_report_run import PredictorReport, PredictorsAsked
     from mlx_flashnext.engine.sampler import SamplingParams
     from mlx_flashnext.engine.ssd_wait_run import Asked, SsdWaitReport
-    from mlx_flashnext.engine.warm_run import FirstAnswers
+    from mlx_flashnext.engine.warm_run import WarmAsked, WarmStartReport
     from mlx_flashnext.packing import Packed, Verified
     from mlx_flashnext.tokenizer import Tokenizer
 
@@ -236,28 +235,10 @@ def _measure_drafts(asked: DraftsAsked, machine: Machine, progress: Progress) ->
     return measure_drafts(asked, machine, progress)
 
 
-def _measure_warm_start(
-    directory: Path,
-    request: PlanRequest,
-    prompt: Sequence[int],
-    num_tokens: int,
-    rounds: int,
-    page_cache: CacheState,
-    wrap_source: WrapSource,
-    progress: Progress,
-) -> list[FirstAnswers]:
+def _measure_warm_start(asked: WarmAsked, machine: Machine, progress: Progress) -> WarmStartReport:
     from mlx_flashnext.engine.warm_run import measure_warm_start
 
-    return measure_warm_start(
-        directory,
-        request,
-        prompt,
-        num_tokens,
-        rounds,
-        page_cache,
-        wrap_source=wrap_source,
-        progress=progress,
-    )
+    return measure_warm_start(asked, machine, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,4 +259,4 @@ class Services:
     measure_ssd_wait: Callable[[Asked, Machine, Progress], SsdWaitReport] = _measure_ssd_wait
     measure_drafts: Callable[[DraftsAsked, Machine, Progress], DraftReport] = _measure_drafts
     measure_predictors: Callable[[PredictorsAsked, Machine, Progress], PredictorReport] = _measure_predictors
-    measure_warm_start: Callable[..., list[FirstAnswers]] = _measure_warm_start
+    measure_warm_start: Callable[[WarmAsked, Machine, Progress], WarmStartReport] = _measure_warm_start

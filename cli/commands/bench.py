@@ -1,6 +1,5 @@
 """`flashnext bench`: how fast a model reads and answers here, prefill and decode apart."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -107,12 +106,12 @@ def bench(
             return OK
         if measured.report == "warm-start":
             with Interrupts():
-                answers = warm_start_report(services, console, found, measured, memory, disk, num_tokens)
+                started = warm_start_report(services, console, found, measured, memory, disk, num_tokens)
             console.end_progress()
             if form == "json":
-                console.document([as_json_value(asdict(one)) for one in answers])
+                console.document(as_json_value(started.to_dict()))
             else:
-                show_warm_start(console, answers, disk)
+                show_warm_start(console, started)
             return OK
         budgets = shares("--budgets", measured.budgets)
         if measured.report == "predictors":

@@ -195,13 +195,21 @@ def test_figures_of_another_text_are_refused(model, monkeypatch):
 
 
 def test_the_gain_of_a_warm_start_is_shown(model):
-    words = ("--report", "warm-start", "-r", "1", "-n", "3", "--slots", "9")
+    words = ("--report", "warm-start", "-r", "1", "-n", "3", "--slots", "9", "--throttle", "100MB/s")
     document = json.loads(flashnext("bench", "--model", model, *words, "--json").stdout)
-    assert [one["way"] for one in document] == ["cold", "at once", "warmed"]
-    assert [one["num_hints"] > 0 for one in document] == [False, True, True]
+    assert document["format"] == "flashnext-warm-start"
+    assert document["conditions"]["page_cache"] == "cold"
+    assert document["conditions"]["disk"].startswith("simulated disk")
+    cold, *warm = document["answers"]
+    assert [one["way"] for one in (cold, *warm)] == ["cold", "at once", "warmed"]
+    assert [one["num_hints"] > 0 for one in (cold, *warm)] == [False, True, True]
+    assert cold["against_cold"] == [1.0]
+    for one in warm:
+        assert one["against_cold"] == [pytest.approx(one["median_ns"] / cold["median_ns"])]
     shown = flashnext("bench", "--model", model, *words)
     assert shown.exit_code == 0, shown.output
-    assert "against cold" in shown.stdout
+    for text in ("against cold", "(simulated disk: 0.1 GB/s)", "than after a cold start", "model: "):
+        assert text in shown.stdout
 
 
 @pytest.mark.parametrize(
