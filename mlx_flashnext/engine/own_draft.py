@@ -4,7 +4,7 @@ Entry point: `find_draft`, before anything is planned; then `OwnDraft.load`, onc
 of a draft is loaded before the gate has let it in and the plan has room for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from drafter.facts import TargetFacts
 from drafter.layers import Params
 from drafter.loading import load_parameters
 from drafter.sidecar import Sidecar
+from drafter.sizes import DraftSizes
 from expert_store.errors import StoreError
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import version_of
@@ -141,11 +142,27 @@ class OwnDraft:
         """Return what it takes, for the plan."""
         config = self.verdict.config
         assert config is not None
+        sizes = DraftSizes(config, self._facts.itemsize)
+
+        def linear(size: Callable[[int], int]) -> tuple[int, int]:
+            """Return the bytes of an empty sequence, and of every token."""
+            return size(0), size(1) - size(0)
+
+        context, context_per_token = linear(lambda tokens: sizes.context(tokens) + sizes.growth(tokens))
+        snapshot, snapshot_per_token = linear(sizes.snapshot)
+        scratch, scratch_per_token = linear(sizes.block)
         return DraftBytes(
             weights=self.verdict.weight_bytes,
-            context=self.verdict.context_bytes,
+            context=context,
             feature_width=config.feature_width,
             max_proposals=self.verdict.max_proposals,
+            context_per_token=context_per_token,
+            snapshot=snapshot,
+            snapshot_per_token=snapshot_per_token,
+            candidates=sizes.candidates,
+            scratch=scratch,
+            scratch_per_token=scratch_per_token,
+            scratch_per_row=sizes.chunk_row(),
         )
 
     @property

@@ -45,15 +45,27 @@ class DraftBytes:
 
     Attributes:
         weights: bytes of its parameters.
-        context: most bytes of one sequence's context, a snapshot included.
+        context: bytes of one sequence's rows, however long it is.
         feature_width: values of the target that it reads of every row.
         max_proposals: tokens it can propose.
+        context_per_token: bytes of layers that keep every token, doubled: they are copied while they grow.
+        snapshot, snapshot_per_token: bytes that a snapshot of the conversation holds for it.
+        candidates: bytes of a proposal's logits and candidates.
+        scratch, scratch_per_token: bytes of a pass over a block.
+        scratch_per_row: bytes of one row of a chunk on its way into the context.
     """
 
     weights: int
     context: int
     feature_width: int
     max_proposals: int
+    context_per_token: int = 0
+    snapshot: int = 0
+    snapshot_per_token: int = 0
+    candidates: int = 0
+    scratch: int = 0
+    scratch_per_token: int = 0
+    scratch_per_row: int = 0
 
 
 class Sizes:
@@ -136,10 +148,12 @@ class Sizes:
         computed = forward_workspace_bytes(self._config, num_rows, context, self._itemsize)
         return computed + block_bytes(self._config, num_rows, self._itemsize, revocable=revocable)
 
-    def _snapshot(self) -> int:
+    def _snapshot(self, context: int) -> int:
         """Return the bytes of one: keys and values are shared with the state, what is rewritten is not."""
         state = state_bytes(self._config, 0, self._itemsize)
-        return state.recurrent + state.ple
+        own = self._own if self._draft == "dflash2" else None
+        drafted = own.snapshot + context * own.snapshot_per_token if own is not None else 0
+        return state.recurrent + state.ple + drafted
 
     def _draft_line(self, context: int, slots: int) -> list[PlanLine]:
         if self._draft == "lookup":
@@ -153,10 +167,24 @@ class Sizes:
             why = f"mtp: its weights, {slots} experts, its keys and values, rows it is told of later"
             return [PlanLine("draft", size, why)]
         if self._draft == "dflash2" and self._own is not None:
-            features = self.prefill_step * self._own.feature_width * self._itemsize
-            size = self._own.weights + self._own.context + features
-            return [PlanLine("draft", size, "dflash2: its weights, context, and the features of a chunk")]
+            return self._own_lines(self._own, context)
         return []
+
+    def _own_lines(self, own: DraftBytes, context: int) -> list[PlanLine]:
+        rows = max(self.prefill_step, self._num_draft_tokens + 1)
+        # Each tap's rows, and all of them side by side.
+        features = 2 * rows * own.feature_width * self._itemsize
+        scratch = max(own.scratch + context * own.scratch_per_token, rows * own.scratch_per_row)
+        rings = own.context + context * own.context_per_token
+        return [
+            PlanLine("draft weights", own.weights, "dflash2: its parameters; it borrows embedding and head"),
+            PlanLine("draft context", rings, "keys, values and fused rows of what it looks back on"),
+            PlanLine("draft features", features, f"what it reads of the target, {rows} rows"),
+            PlanLine(
+                "draft candidates", own.candidates, f"logits of {own.max_proposals} slots and their best"
+            ),
+            PlanLine("draft scratch", scratch, "intermediate arrays of its passes"),
+        ]
 
     def lines(self, context: int, slots: int, num_snapshots: int = 0) -> tuple[PlanLine, ...]:
         """Return every use of memory, with its reason."""
@@ -182,7 +210,7 @@ class Sizes:
             ),
             PlanLine(
                 "snapshots",
-                num_snapshots * self._snapshot(),
+                num_snapshots * self._snapshot(context),
                 f"{num_snapshots} earlier points of the conversation to go back to"
                 if num_snapshots
                 else "none are kept",

@@ -55,7 +55,9 @@ def test_text_and_state_are_those_of_plain_decode(
             draft = got.end.statistics.draft
             assert (draft.drafter, draft.used, draft.reason) == ("dflash2", "dflash2", None)
             assert draft.num_proposed > NUM_TOKENS
-            assert any(line.name == "draft" for line in drafted.plan.lines)
+            assert [line.name for line in drafted.plan.lines if "draft" in line.name] == [
+                f"draft {part}" for part in ("weights", "context", "features", "candidates", "scratch")
+            ]
 
 
 def test_a_second_request_starts_with_nothing_of_the_first(tiny_dir: Path, draft_dir: Path) -> None:

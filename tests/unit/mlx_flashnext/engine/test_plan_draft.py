@@ -15,7 +15,7 @@ from mlx_flashnext.engine.errors import BudgetTooSmall, InvalidRequest, MissingD
 from mlx_flashnext.engine.machine import GIB, MIB
 from mlx_flashnext.engine.plan import DEFAULT_DRAFT_TOKENS, Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.rested import MOST_ROWS
-from mlx_flashnext.engine.sizes import LOGITS_COPIES
+from mlx_flashnext.engine.sizes import LOGITS_COPIES, DraftBytes
 from mlx_flashnext.geometry import block_bytes, forward_workspace_bytes, qsa_layer_bytes, state_bytes
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux, mac
@@ -49,7 +49,7 @@ def line(plan: Plan, name: str) -> int:
 def test_without_a_drafter_nothing_of_one_is_planned(tiny: Checkpoint) -> None:
     plan = make_plan(tiny, linux(), PlanRequest())
     assert (plan.draft, plan.num_draft_tokens, line(plan, "draft")) == ("none", 0, 0)
-    assert all(entry.name != "draft" for entry in plan.lines)
+    assert all("draft" not in entry.name for entry in plan.lines)
 
 
 def test_an_oracle_costs_the_rows_it_makes_the_target_verify_and_no_line(tiny: Checkpoint) -> None:
@@ -150,6 +150,47 @@ def test_a_snapshot_is_what_the_state_rewrites(real: Checkpoint) -> None:
     assert line(plan, "snapshots") == 3 * (state.recurrent + state.ple)
     none = make_plan(real, mac(64), PlanRequest(20 * GIB, 8192, num_snapshots=0))
     assert line(none, "snapshots") == none.num_snapshots == 0
+
+
+OWN = DraftBytes(
+    weights=1_200_000_000,
+    context=60_000_000,
+    feature_width=5 * 2560,
+    max_proposals=7,
+    context_per_token=4096,
+    snapshot=10_000_000,
+    snapshot_per_token=100,
+    candidates=30_000_000,
+    scratch=1_000_000,
+    scratch_per_token=50,
+    scratch_per_row=3_000,
+)
+
+
+def test_every_use_of_a_draft_of_ones_own_has_a_line(real: Checkpoint) -> None:
+    request = PlanRequest(20 * GIB, 8192, draft="dflash2", prefill_step=512)
+    plan = make_plan(real, mac(64), request, OWN)
+    assert line(plan, "draft weights") == 1_200_000_000
+    assert line(plan, "draft context") == 60_000_000 + 8192 * 4096
+    assert line(plan, "draft features") == 2 * 512 * 5 * 2560 * 2
+    assert line(plan, "draft candidates") == 30_000_000
+    assert line(plan, "draft scratch") == max(1_000_000 + 8192 * 50, 512 * 3_000)
+    none = make_plan(real, mac(64), replace(request, draft="none"))
+    assert plan.num_snapshots == none.num_snapshots == 4
+    drafted = 10_000_000 + 8192 * 100
+    assert line(plan, "snapshots") == line(none, "snapshots") + 4 * drafted, "each holds the draft's rows too"
+    assert plan.slots_per_layer < none.slots_per_layer
+
+
+def test_a_draft_never_raises_the_plan_above_its_budget(real: Checkpoint) -> None:
+    """P22: what does not fit beside the fewest experts is refused, with both numbers."""
+    least = make_plan(real, mac(64), PlanRequest(context_tokens=8192)).smallest_budget_bytes
+    with pytest.raises(BudgetTooSmall) as refusal:
+        make_plan(real, mac(64), PlanRequest(least, 8192, draft="dflash2"), OWN)
+    enough = int(refusal.value.context["smallest_budget_bytes"])  # type: ignore[call-overload]
+    plan = make_plan(real, mac(64), PlanRequest(enough, 8192, draft="dflash2"), OWN)
+    assert plan.total_bytes <= enough
+    assert enough - least > OWN.weights
 
 
 def test_slots_asked_for_come_before_snapshots(real: Checkpoint) -> None:
