@@ -1,20 +1,25 @@
 """What a pack gains over the checkpoint it was made from, on this drive. Entry point: `measure_gain`.
 
-The same random records, A/B/B/A, through the store's own readers, each run after the files' pages were dropped
-from the page cache where the system can. The pack is read as a run reads it: every record is compared with its
-digest.
+The same random records, A/B/B/A, with the read call and as many threads as a run has, each time after the
+files' pages were dropped from the page cache where the system can. The pack is read as a run reads it first:
+every record is compared with its digest.
 """
 
+import itertools
+import random
 import statistics
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from expert_store.layout import RecordLayout
 from expert_store.source import ByteSource, FileSource
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.disk import measure_disk
 from mlx_flashnext.engine.page_cache import cached_share, prepare
 
 ROUNDS: Final = 3
@@ -113,16 +118,43 @@ def _rate(
     checkpoint: Checkpoint, seed: int, wrap_source: Callable[[ByteSource], ByteSource]
 ) -> tuple[float | None, float | None]:
     """Return bytes a second, and the share of the files that was in memory before."""
-    records = {layer: layout.record for layer, layout in checkpoint.experts.items()}
-    used = {run.file for one in records.values() for run in (*one.reads(0), *one.reads(one.num_experts - 1))}
+    records = [layout.record for layout in checkpoint.experts.values()]
+    used = {run.file for one in records for run in (*one.reads(0), *one.reads(one.num_experts - 1))}
     files = [checkpoint.table.files[file].path for file in sorted(used)]
+    order = [(one, expert) for one in records for expert in range(one.num_experts)]
+    random.Random(seed).shuffle(order)
     prepare(files, "cold")
     share = cached_share(files)
     with FileSource(checkpoint.table.files, cache="bypass") as plain:
-        read: ByteSource = wrap_source(plain)
+        source: ByteSource = wrap_source(plain)
         if checkpoint.records is not None:
-            read = VerifiedSource(read, checkpoint.records, verify="every")
-        rate = measure_disk(
-            records, read, num_readers=READERS, per_request=READERS, max_seconds=SECONDS_EACH, seed=seed
-        )
-    return rate.bytes_per_s, share
+            source = VerifiedSource(source, checkpoint.records, verify="every")
+        left, ends = deque(order), time.monotonic() + SECONDS_EACH
+        began = time.perf_counter_ns()
+        with ThreadPoolExecutor(READERS, thread_name_prefix="pack-gain") as readers:
+            counts = [readers.submit(_read, source, left, ends) for _ in range(READERS)]
+            num_bytes = sum(count.result() for count in counts)
+        wall_ns = time.perf_counter_ns() - began
+    return num_bytes / wall_ns * 1e9 if wall_ns > 0 and num_bytes else None, share
+
+
+def _read(source: ByteSource, left: deque[tuple[RecordLayout, int]], ends_s: float) -> int:
+    """Read records of the queue until it is empty or time is up; return the bytes."""
+    num_bytes = 0
+    views: list[memoryview] = []
+    while time.monotonic() < ends_s:
+        try:
+            record, expert = left.popleft()
+        except IndexError:
+            break
+        if [view.nbytes for view in views] != list(record.component_lengths):
+            views = _views(record.component_lengths)
+        num_bytes += source.read_runs(record.reads(expert), views)
+    return num_bytes
+
+
+def _views(lengths: Sequence[int]) -> list[memoryview]:
+    """Return memory for one record, its components one after the other."""
+    whole = memoryview(bytearray(sum(lengths)))
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [whole[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -27,13 +27,22 @@ def with_transformers(source: Path, target: Path, options: dict) -> None:
     model.save_pretrained(target, max_shard_size=options.get("max_shard_size", "50GB"))
 
 
+def compute_in_float32() -> None:
+    """Let MLX dequantise into float32: in the micro-scaled modes it gives bfloat16, which layers keep."""
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    dequantise = mx.dequantize
+    mx.dequantize = lambda *parts, **how: dequantise(*parts, **how).astype(mx.float32)
+
+
 def with_mlx_vlm(source: Path, target: Path, options: dict) -> None:
     import mlx.core as mx
     from mlx_vlm.convert import mixed_quant_predicate_builder
     from mlx_vlm.quant_utils import quantize_model
     from mlx_vlm.utils import load_config, load_model, save_config, save_weights, skip_multimodal_module
 
-    mx.set_default_device(mx.cpu)
+    compute_in_float32()
     model, config = load_model(source, lazy=True), load_config(source)
 
     def predicate(path, module):
@@ -60,7 +69,7 @@ def open_with_mlx_vlm(source: Path, target: Path, options: dict) -> None:
     import mlx.core as mx
     from mlx_vlm.utils import load_model
 
-    mx.set_default_device(mx.cpu)
+    compute_in_float32()
     logits = load_model(source, lazy=True).language_model(mx.array([options["tokens"]])).logits[0]
     np.save(target / "logits.npy", np.array(logits.astype(mx.float32)))
 

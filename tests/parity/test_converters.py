@@ -90,6 +90,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "affine 4, group 64": {"bits": 4, "group_size": 64},
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
     "mixed 3 and 6": {"bits": 3, "group_size": 64, "recipe": "mixed_3_6"},
 }
 

@@ -1,4 +1,4 @@
-"""The gain of a pack: nine reads a record against one show where a read costs time, and not where none does."""
+"""The gain of a pack: nine reads a record against one show where a read costs time."""
 
 import shutil
 from pathlib import Path
