@@ -557,27 +557,44 @@ def test_public_drafts_are_answered_with_the_whole_list(draft: dict[str, Any]) -
 
 def test_sizes_of_public_drafts_are_those_that_were_published() -> None:
     counted = 0
-    for draft in PUBLIC:
+    for draft in (draft for draft in PUBLIC if draft["config"] is not None):
         config = answer_config(json.dumps(draft["config"]).encode())
         if config is not None and draft["parameters"] is not None:
             shapes = expected_tensors(config)
             assert sum(map(math.prod, shapes.values())) == num_parameters(config) == draft["parameters"]
             assert len(shapes) == draft["tensors"]
             counted += 1
-    assert counted == 2
+    assert counted == 3
 
 
-def test_a_public_draft_for_this_target_comes_in_once_it_is_calibrated() -> None:
-    (draft,) = [draft for draft in PUBLIC if draft["refused"] == ["G14"]]
+FOR_THIS_TARGET = [draft for draft in PUBLIC if draft["refused"] == ["G14"]]
+
+
+def test_two_public_drafts_want_nothing_but_a_calibration() -> None:
+    assert [draft["name"].partition(" ")[0] for draft in FOR_THIS_TARGET] == [
+        "Qwen3.8-Flash-Next",
+        "Qwen3.8-Flash-Next-DFlash2",
+    ]
+    for draft in FOR_THIS_TARGET:
+        (reason,) = check_draft(public_listing(draft), FLASH_NEXT).refusals
+        assert "flashnext draft calibrate" in reason.hint
+
+
+@pytest.mark.parametrize("draft", FOR_THIS_TARGET, ids=lambda draft: draft["name"])
+def test_a_public_draft_for_this_target_comes_in_once_it_is_calibrated(draft: dict[str, Any]) -> None:
     taps = draft["config"]["dflash_config"]["target_layer_ids"]
+    most = draft["config"]["dflash_config"]["block_size"] - 1
     trials = [
-        msgspec.structs.replace(trial, agreement=(trial.agreement * 3)[:15]) for trial in _won_by("final_mix")
+        msgspec.structs.replace(trial, agreement=(trial.agreement * 3)[:most])
+        for trial in _won_by("final_mix")
     ]
     settled = record(contraction="final_mix", taps=taps, trials=trials, mask_row_digest=row_digest(248077))
     calibrated = dataclasses.replace(public_listing(draft), calibration=msgspec.json.encode(settled))
     answer = check_draft(calibrated, FLASH_NEXT)
     assert answer.refusals == ()
-    assert (answer.contraction, answer.max_proposals) == ("final_mix", 15)
+    assert (answer.contraction, answer.max_proposals) == ("final_mix", most)
+    elsewhere = dataclasses.replace(FLASH_NEXT, digest="u" * 64)
+    assert codes(check_draft(calibrated, elsewhere)) == {"G14"}, "a record of another build is none"
 
 
 def test_taps_that_are_not_listed_follow_the_rule_of_the_source() -> None:
@@ -588,6 +605,8 @@ def test_taps_that_are_not_listed_follow_the_rule_of_the_source() -> None:
 
 
 def public_listing(draft: dict[str, Any]) -> DraftListing:
+    if draft["config"] is None:  # a place without files, or names without configurations
+        return DraftListing(b"", None, None, {}, "d" * 64, draft["licence"])
     raw = json.dumps(draft["config"]).encode()
     return DraftListing(raw, None, None, draft_tensors(answer_config(raw)), "d" * 64, draft["licence"])
 
