@@ -20,7 +20,7 @@ from expert_store.layout import RecordLayout
 from expert_store.source import ByteSource, FileSource
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.page_cache import cached_share, prepare
+from mlx_flashnext.engine.page_cache import prepare
 
 ROUNDS: Final = 3
 SECONDS_EACH: Final = 0.5
@@ -123,8 +123,7 @@ def _rate(
     files = [checkpoint.table.files[file].path for file in sorted(used)]
     order = [(one, expert) for one in records for expert in range(one.num_experts)]
     random.Random(seed).shuffle(order)
-    prepare(files, "cold")
-    share = cached_share(files)
+    share = prepare(files, "cold").cached_share
     with FileSource(checkpoint.table.files, cache="bypass") as plain:
         source: ByteSource = wrap_source(plain)
         if checkpoint.records is not None:

@@ -75,14 +75,19 @@ def drop(path: Path) -> None:
         os.close(descriptor)
 
 
-def cached_share(files: Sequence[Path], seed: int = 0) -> float | None:
-    """Return the share of sampled pages that are in memory; None where the system does not say."""
+def cached_share(files: Sequence[Path], seed: int | None = None) -> float | None:
+    """Return the share of sampled pages that are in memory; None where the system does not say.
+
+    A page that is looked at and is not in memory is fetched, though nobody waits for it: so each call looks at
+    pages of its own, unless a seed says otherwise, and no page is read ahead of those.
+    """
     if sys.platform != "linux" or not files:
         return None
     chance, found, num_pages = random.Random(seed), 0, 0
     for path in files:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             size = os.fstat(descriptor).st_size
             for _ in range(NUM_SAMPLES if size else 0):
                 offset = chance.randrange(size) // _PAGE * _PAGE
