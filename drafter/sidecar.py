@@ -201,7 +201,7 @@ class RouteHead:
         return scores * scale + shift
 
     def after(
-        self, codes: NDArray[np.float32], layer: int, ids_RK: Sequence[Sequence[int]]
+        self, codes: NDArray[np.float32], layer: int, ids_RK: Sequence[Sequence[int]] | NDArray[np.integer]
     ) -> NDArray[np.float32]:
         """Return the codes once a layer has shown what it chose for the rows; other layers change nothing."""
         place = self._place.get(layer)

@@ -40,7 +40,7 @@ def train_near(
     ] = None,
     rows: Annotated[
         int, typer.Option("--rows", metavar="N", help="Rows of text to learn from.", min=1)
-    ] = 60_000,
+    ] = 40_000,
     documents: _Documents = None,
     steps: _Steps = 1500,
     seed: _Seed = 0,
@@ -90,7 +90,7 @@ def train_sidecar(
         ),
     ] = 48,
     documents: _Documents = None,
-    steps: _Steps = 3000,
+    steps: _Steps = 4000,
     seed: _Seed = 0,
     json: _Json = False,
 ) -> int:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
-from drafter.train.adam import adam_step, fresh_state
-from drafter.train.route_losses import fit_calibration, route_loss, wanted
+from drafter.train.route_losses import Adam, fit_calibration, loss_and_slope, wanted
 from drafter.train.schedule import rate_at
 
 
@@ -40,7 +37,6 @@ def fit_near(
     is_aside: NDArray[np.bool_],
     layers: Sequence[int],
     num_experts: int,
-    to_host: Callable[[mx.array], Any],
     settings: NearSettings,
     progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
 ) -> dict[str, NDArray[np.float32]]:
@@ -52,7 +48,6 @@ def fit_near(
         is_aside: [N], rows for the calibration alone.
         layers: of the target, in the order of the arrays.
         num_experts: E.
-        to_host: waits for an array and returns its values.
         settings: how.
         progress: called with (steps done, steps in all, mean loss since the last call).
 
@@ -67,37 +62,31 @@ def fit_near(
     spread = reads_LND[:, train[:8192]].astype(np.float32).std(axis=1) + 1e-4
     share = top_k / num_experts
     params = {
-        "weight": mx.zeros((num_layers, num_experts, reads_LND.shape[-1])),
-        "bias": mx.full((num_layers, num_experts), float(np.log(share / max(1e-6, 1 - share)))),
+        "weight": np.zeros((num_layers, num_experts, reads_LND.shape[-1]), np.float32),
+        "bias": np.full((num_layers, num_experts), np.log(share / max(1e-6, 1 - share)), np.float32),
     }
-    moments, generator = fresh_state(params), np.random.default_rng((settings.seed, 4))
-    weights, losses = mx.ones((settings.batch, num_layers)), list[float]()
+    adam, generator = Adam(params, clip=10.0), np.random.default_rng((settings.seed, 4))
+    weights, losses = np.ones((num_layers, settings.batch), np.float32), list[float]()
     for step in range(settings.num_steps):
         chosen = generator.choice(train, settings.batch)
-        x = mx.array(reads_LND[:, chosen].astype(np.float32) / spread[:, None])
-        truth = mx.array(wanted(routes_NLK[chosen], num_experts))
-
-        def whole(tree: dict[str, mx.array], x: mx.array = x, truth: mx.array = truth) -> mx.array:
-            scores = (x @ tree["weight"].swapaxes(1, 2) + tree["bias"][:, None]).swapaxes(0, 1)
-            return (
-                route_loss(scores, truth, weights, top_k=top_k)
-                + settings.decay * mx.square(tree["weight"]).sum()
-            )
-
-        loss, gradients = mx.value_and_grad(whole)(params)
-        rate = rate_at(step, settings.num_steps, settings.rate)
-        params, moments = adam_step(params, gradients, moments, step=step, rate=rate)
-        mx.eval(params, moments.first, moments.second, loss)
-        losses.append(float(to_host(loss)))
-        if not np.isfinite(losses[-1]):
+        x = reads_LND[:, chosen].astype(np.float32) / spread[:, None]
+        truth = np.ascontiguousarray(wanted(routes_NLK[chosen], num_experts).swapaxes(0, 1))
+        scores = x @ params["weight"].swapaxes(1, 2) + params["bias"][:, None]
+        loss, slope = loss_and_slope(scores, truth, weights, top_k=top_k)
+        if not np.isfinite(loss):
             raise DrafterError(
                 f"Step {step} has a loss that is not finite", hint="train with a smaller --rate"
             )
+        gradients = {
+            "weight": slope.swapaxes(1, 2) @ x + settings.decay * params["weight"],
+            "bias": slope.sum(axis=1),
+        }
+        adam.step(gradients, rate_at(step, settings.num_steps, settings.rate))
+        losses.append(loss)
         if (step + 1) % 100 == 0 or step + 1 == settings.num_steps:
             progress(step + 1, settings.num_steps, float(np.mean(losses)))
             losses = []
-    weight = np.array(params["weight"]) / spread[:, None]
-    bias = np.array(params["bias"])
+    weight, bias = params["weight"] / spread[:, None], params["bias"]
     found: dict[str, NDArray[np.float32]] = {}
     for place, layer in enumerate(layers):
         scores = reads_LND[place, aside].astype(np.float32) @ weight[place].T + bias[place]

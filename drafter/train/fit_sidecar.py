@@ -1,7 +1,8 @@
 """Fits a route sidecar to native routes. Entry points: `SidecarRows`, `fit_sidecar`.
 
 Rows are what the drafter will have when a proposal is made, computed once by the frozen draft; half of the
-time a few layers count as seen already, so that one set of values serves the proposal and its refreshes.
+time a few layers count as seen already, so that one set of values serves the proposal and its refreshes. Only
+numpy: the network is shallow, and its gradients are written out (a test compares them with MLX's).
 
 Source: drafter/sidecar.py.
 """
@@ -12,21 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
-from drafter.sidecar import RouteHead, SidecarSizes, trunk
-from drafter.train.adam import adam_step, clipped, fresh_state
-from drafter.train.losses import FrozenTarget
-from drafter.train.route_losses import fit_calibration, layer_weights, route_loss, wanted
+from drafter.sidecar import EPSILON, INPUTS, NUM_BEFORE, RouteHead, SidecarSizes
+from drafter.train.route_losses import Adam, fit_calibration, layer_weights, loss_and_slope, wanted
 from drafter.train.schedule import rate_at
 
-Params = dict[str, mx.array]
+Values = dict[str, NDArray[np.float32]]
 HEAD_SCALE = 0.3
+_CLIP = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,28 @@ def joined(parts: Sequence[SidecarRows]) -> SidecarRows:
     return SidecarRows(**columns)
 
 
+class EmbeddingTable:
+    """The target's embedding rows of the tokens that occur, brought to a mean square of one.
+
+    Args:
+        ids: that occur, in any order and number.
+        embed: returns float32 rows [T, H] of some ids.
+    """
+
+    def __init__(
+        self, ids: NDArray[np.int32], embed: Callable[[NDArray[np.int32]], NDArray[np.float32]]
+    ) -> None:
+        self._ids = np.unique(ids)
+        rows = embed(self._ids)
+        self._rows = (rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + EPSILON)).astype(
+            np.float16
+        )
+
+    def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float16]:
+        """Return the rows of ids that occur."""
+        return self._rows[np.searchsorted(self._ids, ids)]
+
+
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
     """How a sidecar is trained.
@@ -101,10 +121,10 @@ class SidecarSettings:
     refreshed: float = 0.5
 
 
-def initial_sidecar(sizes: SidecarSizes, seed: int) -> dict[str, NDArray[np.float32]]:
+def initial_sidecar(sizes: SidecarSizes, seed: int) -> Values:
     """Return first values: nothing is seen yet, and every expert is as likely as another."""
     generator = np.random.default_rng(seed)
-    found: dict[str, NDArray[np.float32]] = {}
+    found: Values = {}
     for name, shape in sizes.shapes().items():
         value = np.zeros(shape, np.float32)
         if name.endswith(".weight"):
@@ -120,30 +140,48 @@ def initial_sidecar(sizes: SidecarSizes, seed: int) -> dict[str, NDArray[np.floa
     return found
 
 
-def scores_of(
-    params: Params,
-    hidden: mx.array,
-    embedded: Sequence[mx.array],
-    context: mx.array,
-    slots: mx.array,
-    seen_NS: mx.array,
-) -> mx.array:
-    """Return uncalibrated log-odds [N, L, E].
+@dataclass(frozen=True, slots=True)
+class SidecarBatch:
+    """What one step looks at.
 
-    Args:
-        params: of the sidecar.
-        hidden: [N, H].
-        embedded: three times [N, H]: of each row's token and of the two before it.
-        context: [N, H].
+    Attributes:
+        inputs: [N, 5 H], the five inputs side by side.
         slots: [N].
-        seen_NS: [N, L * E], 1 for every expert that a layer which counts as seen has chosen.
+        seen: [N, L * E], 1 for every expert that a layer which counts as seen has chosen.
+        wanted: [L, N, E], 1 for every expert that was chosen.
+        weights: [L, N]; 0 where a layer counts as seen.
     """
-    code = trunk(params, hidden, embedded, context, slots)
-    seen = params["seen"]
-    code = code + seen_NS @ seen.reshape(-1, seen.shape[-1])
-    z_LNr = code[None] + params["layer"][:, None]
-    scores = (z_LNr * mx.sigmoid(z_LNr)) @ params["heads"].swapaxes(1, 2)
-    return (scores + params["bias"][:, None]).swapaxes(0, 1)
+
+    inputs: NDArray[np.float32]
+    slots: NDArray[np.int32]
+    seen: NDArray[np.float32]
+    wanted: NDArray[np.float32]
+    weights: NDArray[np.float32]
+
+
+def loss_and_gradients(params: Values, batch: SidecarBatch, top_k: int) -> tuple[float, Values]:
+    """Return the loss of a batch, and the gradient of every parameter but the calibration."""
+    whole = np.concatenate([params[f"{name}.weight"] for name in INPUTS], axis=1)
+    seen = params["seen"].reshape(-1, params["seen"].shape[-1])
+    code = batch.inputs @ whole.T + params["slot"][batch.slots] + batch.seen @ seen
+    z = code[None] + params["layer"][:, None]
+    gate = 1 / (1 + np.exp(-np.clip(z, -_CLIP, _CLIP)))
+    active = z * gate
+    scores = active @ params["heads"].swapaxes(1, 2) + params["bias"][:, None]
+    loss, slope = loss_and_slope(scores, batch.wanted, batch.weights, top_k=top_k)
+    back = (slope @ params["heads"]) * (gate * (1 + z * (1 - gate)))
+    of_code = back.sum(axis=0)
+    pieces = np.split(of_code.T @ batch.inputs, len(INPUTS), axis=1)
+    gradients = {f"{name}.weight": piece for name, piece in zip(INPUTS, pieces, strict=True)}
+    is_slot = (np.arange(len(params["slot"]))[:, None] == batch.slots[None]).astype(np.float32)
+    gradients |= {
+        "slot": is_slot @ of_code,
+        "layer": back.sum(axis=1),
+        "heads": slope.swapaxes(1, 2) @ active,
+        "bias": slope.sum(axis=1),
+        "seen": (batch.seen.T @ of_code).reshape(params["seen"].shape),
+    }
+    return loss, gradients
 
 
 def fit_sidecar(
@@ -151,11 +189,10 @@ def fit_sidecar(
     aside: SidecarRows,
     survival: NDArray[np.float32],
     sizes: SidecarSizes,
-    target: FrozenTarget,
-    to_host: Callable[[mx.array], Any],
+    table: EmbeddingTable,
     settings: SidecarSettings,
     progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
-) -> dict[str, NDArray[np.float32]]:
+) -> Values:
     """Train a sidecar and return its values, calibrated.
 
     Args:
@@ -163,8 +200,7 @@ def fit_sidecar(
         aside: of other documents, for the calibration.
         survival: [B], chance that the answer keeps the row of each slot.
         sizes: of the sidecar.
-        target: its embedding.
-        to_host: waits for an array and returns its values.
+        table: embedding rows of the tokens of both.
         settings: how.
         progress: called with (steps done, steps in all, mean loss since the last call).
 
@@ -172,54 +208,32 @@ def fit_sidecar(
         DrafterError: a loss is not finite.
     """
     generator = np.random.default_rng((settings.seed, 3))
-    params = {name: mx.array(value) for name, value in initial_sidecar(sizes, settings.seed).items()}
-    fixed = params.pop("calibration")
-    moments = fresh_state(params)
-    losses: list[float] = []
+    params = initial_sidecar(sizes, settings.seed)
+    del params["calibration"]
+    adam, losses = Adam(params, settings.clip), list[float]()
     for step in range(settings.num_steps):
-        chosen = generator.integers(0, len(rows), settings.batch)
-        num_seen = np.where(
-            generator.random(settings.batch) < settings.refreshed,
-            generator.integers(1, len(sizes.layers), settings.batch),
-            0,
-        )
-        inputs, wanted_NLE, is_asked = _batch(rows, chosen, num_seen, sizes, target)
-        keeps = np.where(rows.is_candidate[chosen], 1.0, survival[rows.slot[chosen]])
-        weights = mx.array(keeps[:, None] * is_asked * layer_weights(sizes.layers)[None])
-
-        def whole(
-            tree: Params,
-            inputs: tuple[Any, ...] = inputs,
-            wanted_NLE: mx.array = wanted_NLE,
-            weights: mx.array = weights,
-        ) -> mx.array:
-            return route_loss(scores_of(tree, *inputs), wanted_NLE, weights, top_k=sizes.top_k)
-
-        loss, gradients = mx.value_and_grad(whole)(params)
-        gradients, _ = clipped(gradients, settings.clip)
-        rate = rate_at(step, settings.num_steps, settings.rate)
-        params, moments = adam_step(params, gradients, moments, step=step, rate=rate)
-        mx.eval(params, moments.first, moments.second, loss)
-        losses.append(float(to_host(loss)))
-        if not np.isfinite(losses[-1]):
+        batch = _batch(rows, survival, sizes, table, settings, generator)
+        loss, gradients = loss_and_gradients(params, batch, sizes.top_k)
+        if not np.isfinite(loss):
             raise DrafterError(
                 f"Step {step} has a loss that is not finite", hint="train with a smaller --rate"
             )
+        adam.step(gradients, rate_at(step, settings.num_steps, settings.rate))
+        losses.append(loss)
         if (step + 1) % 100 == 0 or step + 1 == settings.num_steps:
             progress(step + 1, settings.num_steps, float(np.mean(losses)))
             losses = []
-    arrays = {name: np.array(value) for name, value in params.items()} | {"calibration": np.array(fixed)}
-    arrays["calibration"] = calibrated(arrays, aside, sizes, target)
-    return arrays
+    return params | {"calibration": calibrated(params, aside, sizes, table)}
 
 
 def calibrated(
-    arrays: dict[str, NDArray[np.float32]], aside: SidecarRows, sizes: SidecarSizes, target: FrozenTarget
+    params: Values, aside: SidecarRows, sizes: SidecarSizes, table: EmbeddingTable
 ) -> NDArray[np.float32]:
     """Return scale and shift of every layer [2, L, 2]: with nothing seen, and with the layers before it."""
-    head = RouteHead(arrays, sizes.layers, sizes.top_k, 0.0)
-    codes = codes_of(arrays, aside, target)
     found = np.zeros((2, len(sizes.layers), 2), np.float32)
+    found[..., 0] = 1
+    head = RouteHead(params | {"calibration": found.copy()}, sizes.layers, sizes.top_k, 0.0)
+    codes = codes_of(params, aside, table)
     truth = wanted(aside.routes, sizes.num_experts).astype(bool)
     fresh = head.log_odds(codes, is_refreshed=False)
     for place, layer in enumerate(sizes.layers):
@@ -230,41 +244,38 @@ def calibrated(
     return found
 
 
-def codes_of(
-    arrays: dict[str, NDArray[np.float32]], rows: SidecarRows, target: FrozenTarget, at_once: int = 4096
-) -> NDArray[np.float32]:
+def codes_of(params: Values, rows: SidecarRows, table: EmbeddingTable) -> NDArray[np.float32]:
     """Return the codes [N, r] of rows, nothing seen."""
-    params = {name: mx.array(value) for name, value in arrays.items() if name == "slot" or "." in name}
-    found: list[NDArray[np.float32]] = []
-    for first in range(0, len(rows), at_once):
-        chosen = np.arange(first, min(first + at_once, len(rows)))
-        hidden, embedded, context, slots = _inputs(rows, chosen, target)
-        found.append(np.array(trunk(params, hidden, embedded, context, slots)))
-    return np.concatenate(found)
+    whole = np.concatenate([params[f"{name}.weight"] for name in INPUTS], axis=1)
+    return inputs_of(rows, np.arange(len(rows)), table) @ whole.T + params["slot"][rows.slot]
 
 
-def _inputs(
-    rows: SidecarRows, chosen: NDArray[np.int64], target: FrozenTarget
-) -> tuple[mx.array, list[mx.array], mx.array, mx.array]:
-    ids = rows.ids[chosen]
-    embedding = target.embed(mx.array(ids.T.reshape(-1))).astype(mx.float32)
-    embedded = list(mx.stop_gradient(embedding).reshape(3, len(chosen), -1))
-    hidden = mx.array(rows.hidden[chosen].astype(np.float32))
-    context = mx.array(rows.context[rows.anchor[chosen]].astype(np.float32))
-    return hidden, embedded, context, mx.array(rows.slot[chosen])
+def inputs_of(rows: SidecarRows, chosen: NDArray[np.integer], table: EmbeddingTable) -> NDArray[np.float32]:
+    """Return [N, 5 H]: what the trunk reads of rows, in the order of `INPUTS`."""
+    parts = [rows.hidden[chosen], *(table.rows(rows.ids[chosen, back]) for back in range(NUM_BEFORE + 1))]
+    return np.concatenate([*parts, rows.context[rows.anchor[chosen]]], axis=1, dtype=np.float32)
 
 
 def _batch(
     rows: SidecarRows,
-    chosen: NDArray[np.int64],
-    num_seen: NDArray[np.int64],
+    survival: NDArray[np.float32],
     sizes: SidecarSizes,
-    target: FrozenTarget,
-) -> tuple[tuple[Any, ...], mx.array, NDArray[np.float32]]:
-    """Return what the scores are computed of, what they are to say, and which layers are asked [N, L]."""
+    table: EmbeddingTable,
+    settings: SidecarSettings,
+    generator: np.random.Generator,
+) -> SidecarBatch:
+    chosen = generator.integers(0, len(rows), settings.batch)
+    some = generator.integers(1, max(2, len(sizes.layers)), settings.batch)
+    num_seen = np.where(generator.random(settings.batch) < settings.refreshed, some, 0)
     truth = wanted(rows.routes[chosen], sizes.num_experts)
-    places = np.arange(len(sizes.layers))
-    is_seen = places[None] < num_seen[:, None]
+    is_seen = np.arange(len(sizes.layers))[None] < num_seen[:, None]
     seen = (truth * is_seen[..., None]).reshape(len(chosen), -1)
-    inputs = (*_inputs(rows, chosen, target), mx.array(seen))
-    return inputs, mx.array(truth), (~is_seen).astype(np.float32)
+    keeps = np.where(rows.is_candidate[chosen], np.float32(1), survival[rows.slot[chosen]])
+    weights = keeps[:, None] * ~is_seen * layer_weights(sizes.layers)[None]
+    return SidecarBatch(
+        inputs_of(rows, chosen, table),
+        rows.slot[chosen],
+        seen,
+        np.ascontiguousarray(truth.swapaxes(0, 1)),
+        np.ascontiguousarray(weights.T.astype(np.float32)),
+    )

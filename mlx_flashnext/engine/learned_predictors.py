@@ -103,7 +103,7 @@ class Learned:
         if self._head is not None and self._codes is not None and layer in self._head.layers:
             place = self._head.layers.index(layer)
             others = self._head.log_odds(self._codes, place, place + 1, is_refreshed=True)[0]
-            log_odds = np.where(np.isfinite(log_odds), 0.5 * (log_odds + others), others)
+            log_odds = averaged(log_odds, others)
         return self._named(layer, log_odds, self._near.cut)
 
     def commit(self, num_rows: int) -> None:
@@ -138,6 +138,12 @@ class Learned:
             return self._head.top_k
         assert self._near is not None
         return self._near.num_guesses
+
+
+def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the mean of both opinions' log-odds; the far one's alone of what the near one does not name."""
+    found: NDArray[np.float32] = np.where(np.isfinite(near_TE), 0.5 * (near_TE + far_TE), far_TE)
+    return found
 
 
 def near_log_odds(codes_TN: Rows, num_experts: int) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from drafter.train.captures import TRAIN, CaptureSet
 from drafter.train.route_losses import wanted
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.learned_predictors import NearAhead, near_log_odds
+from mlx_flashnext.engine.learned_predictors import NearAhead, averaged, near_log_odds
 from mlx_flashnext.engine.machine import Machine
 from mlx_flashnext.engine.measure import GREEDY
 from mlx_flashnext.engine.predictor_report import (
@@ -197,7 +197,7 @@ class ShadowHints(Hints):
         self._scoring, self._priors, self._learns = scoring, priors, learns
         self._draws = np.random.default_rng(seed)
         self._gate: tuple[LookAhead, ...] = (GateAhead(min(self._num_experts, _NAMED * self._top_k)),)
-        self._ahead = self._gate if self._near is None else (*self._gate, NearAhead(self._near))
+        self._asked = self._gate if self._near is None else (*self._gate, NearAhead(self._near))
         self._running = -1
         self._is_heard = False
         self._tokens: Sequence[int] = ()
@@ -225,7 +225,7 @@ class ShadowHints(Hints):
     def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
         """Ask everybody."""
         self._running = layer
-        return self._ahead if self._is_heard else ()
+        return self._asked if self._is_heard else ()
 
     def expect(self, layer: int, ids_TN: Rows) -> None:
         """Take what one of them says."""
@@ -272,8 +272,7 @@ class ShadowHints(Hints):
         self.head_ns.append(time.perf_counter_ns() - began)
         found["sidecar"] = np.ascontiguousarray(far.swapaxes(0, 1))
         refreshed = found["sidecar-refreshed"] = self._refreshed(found["sidecar"], routes)
-        both = refreshed if near is None else np.where(np.isfinite(near), 0.5 * (near + refreshed), refreshed)
-        found["both"] = both.astype(np.float32)
+        found["both"] = refreshed if near is None else averaged(near, refreshed)
         return found
 
     def _refreshed(self, far: NDArray[np.float32], routes: NDArray[Any]) -> NDArray[np.float32]:
@@ -324,7 +323,7 @@ class TimedDrafter:
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return the drafter's proposal, with routes if they are wanted."""
         order = (False, True) if len(self.times) % 2 else (True, False)
-        taken, made = {}, {}
+        taken, made = dict[bool, int](), dict[bool, Proposal]()
         for tells in order:
             cast("RouteDrafter", self.inner).tells_routes = tells
             began = time.perf_counter_ns()

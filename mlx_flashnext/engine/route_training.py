@@ -29,7 +29,7 @@ from drafter.sidecar import SidecarSizes
 from drafter.train.batches import Blocks
 from drafter.train.captures import TRAIN, CapturedDocument, CaptureSet, DocumentInfo
 from drafter.train.fit_near import NearSettings, fit_near
-from drafter.train.fit_sidecar import SidecarRows, SidecarSettings, fit_sidecar, joined
+from drafter.train.fit_sidecar import EmbeddingTable, SidecarRows, SidecarSettings, fit_sidecar, joined
 from drafter.train.losses import block_states
 from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
@@ -68,7 +68,7 @@ class RouteRequest:
         seed: of which anchors.
     """
 
-    num_rows: int = 60_000
+    num_rows: int = 40_000
     num_anchors: int = 12
     num_documents: int | None = None
     num_candidates: int = 48
@@ -116,8 +116,7 @@ def near_reads(engine: Engine, tokens: Sequence[int]) -> dict[int, NDArray[np.fl
         pass
     timeline.rest()
     return {
-        layer: np.concatenate([np.array(piece) for piece in pieces])
-        for layer, pieces in collector.reads.items()
+        layer: np.concatenate([_half(piece) for piece in pieces]) for layer, pieces in collector.reads.items()
     }
 
 
@@ -163,10 +162,9 @@ def train_near(
     places = [captures.identity.route_layers.index(layer) for layer in layers]
     whole, put_aside = np.concatenate(routes)[:, places], np.concatenate(aside)
     stacked = np.stack([np.concatenate(reads[layer]) for layer in layers])
-    view = DraftTarget(engine.target.model, engine.target.sync)
     config = engine.config
     arrays = fit_near(
-        stacked, whole, put_aside, layers, config.num_experts, view.to_host, settings,
+        stacked, whole, put_aside, layers, config.num_experts, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
     )  # fmt: skip
     document = NearDocument(
@@ -242,9 +240,9 @@ def train_sidecar(
         identity.top_k,
     )
     clean, put_aside = joined(train), joined(aside)
-    view = DraftTarget(engine.target.model, engine.target.sync)
+    table = table_of(engine, clean, put_aside)
     arrays = fit_sidecar(
-        clean, put_aside, survival_of(survival), sizes, view, view.to_host, settings,
+        clean, put_aside, survival_of(survival), sizes, table, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
     )  # fmt: skip
     num_candidates = int(clean.is_candidate.sum())
@@ -271,6 +269,13 @@ def train_sidecar(
         ),
     )
     return document, arrays
+
+
+def table_of(engine: Engine, *parts: SidecarRows) -> EmbeddingTable:
+    """Return the target's embedding rows of every token that occurs in some rows."""
+    view = DraftTarget(engine.target.model, engine.target.sync)
+    ids = np.concatenate([part.ids.reshape(-1) for part in parts])
+    return EmbeddingTable(ids, lambda some: np.array(view.embed(mx.array(some)).astype(mx.float32)))
 
 
 def is_aside(info: DocumentInfo) -> bool:
@@ -407,7 +412,7 @@ def _rows(
         )
         states, fused = block_states(draft.params, draft.config, view, blocks)
         newest = fused[mx.array([start - 1 - begin for start in some], mx.int32)]
-        hidden, context = np.array(states.astype(mx.float16)), np.array(newest.astype(mx.float16))
+        hidden, context = _half(states), _half(newest)
         for place, start in enumerate(some):
             num_rows = min(len(paths[start]), len(routes[start]), block)
             text = np.concatenate([document.tokens[max(0, start - 2) : start], paths[start]])
@@ -434,6 +439,11 @@ def _rows(
             np.zeros((0, *layers), np.uint16), np.zeros(0, bool), np.zeros(0, bool), np.zeros(0, np.int32),
         )  # fmt: skip
     return joined(parts)
+
+
+def _half(array: mx.array) -> NDArray[np.float16]:
+    found: NDArray[np.float16] = np.array(array.astype(mx.float16))
+    return found
 
 
 def _params(captures: CaptureSet) -> SamplingParams:

@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 class LookAhead(Protocol):
     """Guesses what a layer yet to come will choose, from the stack that an earlier one has now."""
 
-    @property
-    def layers_ahead(self) -> int:
-        """Return how many layers before its turn a layer is guessed; at least 1."""
-        ...
+    layers_ahead: int
+    """How many layers before its turn a layer is guessed; at least 1."""
 
     def guess(self, layer: int, later: DecoderLayer, stack_TGD: mx.array) -> mx.array:
         """Return int32 [T, N], lazy, in whatever code the one who hears it in `expect` reads.
