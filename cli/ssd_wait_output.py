@@ -19,25 +19,31 @@ if TYPE_CHECKING:
 Cells = Callable[["VariantReport"], Sequence[str]]
 _NUM_LAYERS_SHOWN = 6
 _WORDS = """\
-against      time of a token over that of the first row of its group, median and range
+against      over the first row of the group: median and range of the ratios
 p95, p99     of single cycles
 waited       compute stood still for records; a wake-up is part of it
 attained     the larger bound over the time that was measured
-queueing     of the waits, before the read had begun; the causes are what came after
-hidden       1 - waited for experts / time in which a record that was needed was being read
-early, late  half of the guessed records that came in time were ready so long before, of the others after
-recall       of a layer's choice among as many of its surest guesses; precision: guessed records used, of
-             those read; error: expected calibration error of the confidences, 15 bins
-required     of records used that had not stayed in memory, each once per absence
-read/asked   amplification: bytes that the files gave over bytes of the records that were read
-depth        tickets left waiting when a read begins, mean and most
-tokens       of a cycle; U_B: distinct experts of a layer in one block, and where it breaks even in bytes
-unread       cancelled or displaced in the queue; stale: came for a generation that had ended"""
+queueing     of the waits, before the read had begun; causes are what came after
+hidden       1 - waited for experts / time in which needed records were read
+early, late  slack: half of the guessed records came so long before their
+             demand; of those that came after it, half so long after
+recall       of a layer's choice among as many of its surest guesses
+precision    guessed records used, of those read; error: expected calibration
+             error of the confidences, 15 bins
+required     of records used that had not stayed in memory, once per absence
+read/asked   amplification: bytes the files gave, over bytes of those records
+depth, most  tickets left waiting when a read begins
+unread       cancelled or displaced in the queue
+stale        came for a generation that had ended; evicted: never used before
+tokens       of a cycle; U_B: distinct experts of a layer in one block; break
+             even: U_B above which a block reads more than plain decode"""
 
 
 def show_report(console: Console, report: "SsdWaitReport") -> None:
     """Write the report to stdout."""
     variants, disk = report.variants, report.conditions.disk
+    from mlx_flashnext.engine.page_cache import MOST_CACHED
+
     title = "" if disk == "real" else f" ({disk})"
     if title:
         console.line(f"{disk}; nothing below is a figure of the drive in this machine")
@@ -63,6 +69,9 @@ def show_report(console: Console, report: "SsdWaitReport") -> None:
         console.line(
             f"page cache before the first repetition: {100 * shares:.0f}% of sampled pages in memory"
         )
+    left = report.page_cache
+    if left.state == "cold" and left.cached_share is not None and left.cached_share > MOST_CACHED:
+        console.wrapped("note: not cold: pages stayed in memory though they were dropped")
     for note in notes(variants):
         console.wrapped(f"note: {note}")
 

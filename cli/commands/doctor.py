@@ -59,10 +59,10 @@ def _show(console: Console, found: FoundModel, checkpoint: "Checkpoint", seen: "
     ]
     width = max(len(name) for name, _ in facts)
     for name, fact in facts:
-        console.line(f"{name:<{width}}  {fact}")
+        console.wrapped(f"{name:<{width}}  {fact}")
     console.line()
     console.table(
-        ("page cache", "readers", "bandwidth", "read, half below", "95% below", "99% below", "records"),
+        ("page cache", "readers", "bandwidth", "p50 ms", "p95 ms", "p99 ms", "records"),
         [_disk_row(line) for line in seen.disk],
         right=(1, 2, 3, 4, 5, 6),
     )
@@ -71,20 +71,20 @@ def _show(console: Console, found: FoundModel, checkpoint: "Checkpoint", seen: "
     if best is not None:
         console.line(f"fastest when cold: --readers {best.rate.num_readers}")
     for what in seen.unmeasured:
-        console.line(f"not measured: {what}")
+        console.wrapped(f"not measured: {what}")
 
 
 def _disk_row(line: "DiskLine") -> tuple[str, ...]:
     rate = line.rate
     state = "dropped" if line.page_cache == "cold" and not line.was_cold else line.page_cache
     if line.cached_share is not None:
-        state += f", {100 * line.cached_share:.0f}% in memory"
+        state += f", {100 * line.cached_share:.0f}% cached"
     tails = (rate.read_p50_ns, rate.read_p95_ns, rate.read_p99_ns)
     return (
         state,
         str(rate.num_readers),
         "unknown" if rate.bytes_per_s is None else f"{size(rate.bytes_per_s)}/s",
-        *(f"{tail / 1e6:.2f} ms" for tail in tails),
+        *(f"{tail / 1e6:.2f}" for tail in tails),
         str(rate.num_records),
     )
 

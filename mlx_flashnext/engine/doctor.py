@@ -12,7 +12,7 @@ from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import quantisation_of, usable_cpus, version_of
 from mlx_flashnext.engine.disk import DiskRate, measure_disk
 from mlx_flashnext.engine.machine import Machine
-from mlx_flashnext.engine.page_cache import cached_share, prepare
+from mlx_flashnext.engine.page_cache import MOST_CACHED, cached_share, prepare
 
 READERS: Final = (1, 2, 4, 8)
 SECONDS_EACH: Final = 1.5
@@ -20,8 +20,6 @@ SECONDS_EACH: Final = 1.5
 MAX_BYTES: Final = 2 << 30
 FEW_RECORDS: Final = 64
 """Fewer records than this say little about a drive."""
-MOST_CACHED: Final = 0.1
-"""Share of pages in memory up to which a read was of the drive."""
 
 
 @dataclass(frozen=True, slots=True)

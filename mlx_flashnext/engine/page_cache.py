@@ -19,6 +19,8 @@ from typing import Final, Literal
 CacheState = Literal["cold", "warm", "as-is"]
 NUM_SAMPLES: Final = 64
 """Pages looked at in each file to say what share of it is cached."""
+MOST_CACHED: Final = 0.1
+"""Share of pages in memory up to which a read was of the drive."""
 _PAGE: Final = 4096
 _CHUNK_BYTES: Final = 16 << 20
 
@@ -65,11 +67,15 @@ def prepare(files: Sequence[Path], state: CacheState) -> Prepared:
 
 
 def drop(path: Path) -> None:
-    """Drop a file's clean pages from the cache, where the system can; pages that are mapped stay."""
+    """Drop a file's pages from the cache, where the system can; pages that are mapped stay.
+
+    What was written a moment ago is brought to the drive first: only clean pages can be dropped.
+    """
     if not _can_drop():
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
