@@ -14,9 +14,9 @@ import mlx.core as mx
 import pytest
 
 from drafter.oracle import OracleDrafter
-from expert_store.keys import Prefetch
+from expert_store.keys import Prefetch, ReadClass
 from expert_store.lease import LeaseRequest
-from expert_store.stats import HintOutcome, StoreStatistics
+from expert_store.stats import HintOutcome
 from expert_store.store import ExpertStore
 from mlx_flashnext.engine.engine import Engine, Session
 from mlx_flashnext.engine.events import Event, Finished, Token
@@ -158,7 +158,7 @@ def test_every_predictor_leaves_every_bit_as_it_is(tiny_dir, recorded, kind, slo
     with open_tiny(tiny_dir, slots=slots) as engine:
         hints = Hints(PREDICTORS[kind](routes), NUM_LAYERS)
         got = ask(engine, params, hints)
-        assert_fates_add_up(engine.target.store.statistics())
+        assert_fates_add_up(engine.target.store)
     assert_same(got, expected)
     assert hints.num_guesses > 0
     assert bool(hints.stopped) == (kind == "broken")
@@ -176,14 +176,27 @@ def test_every_predictor_leaves_every_bit_of_verified_blocks(tiny_dir, recorded,
             assert_same(got, expected)
             assert hints.num_guesses > 0, kind
             assert got.end.statistics.draft.num_proposed > 0
-            assert_fates_add_up(engine.target.store.statistics())
+            assert_fates_add_up(engine.target.store)
 
 
-def assert_fates_add_up(statistics: StoreStatistics) -> None:
-    """T6: every ticket that has ended has one fate, in records and bytes."""
-    ended = sum(count.num for count in statistics.fates.values())
-    tickets = sum(books.num for books in statistics.classes.values())
-    assert tickets == ended + statistics.num_queued + statistics.num_reading + statistics.num_unused
+def assert_fates_add_up(store: ExpertStore) -> None:
+    """T6: every ticket has one fate or waits unused in its slot, in records and in bytes."""
+    store.wait_idle()
+    got = store.statistics()
+    assert (got.num_queued, got.num_reading) == (0, 0)
+    ended = got.fates.values()
+    assert sum(one.num for one in got.classes.values()) == sum(one.num for one in ended) + got.num_unused
+    assert got.logical_bytes == sum(one.num_bytes for one in ended) + got.unused_bytes > 0
+    exact = got.classes[ReadClass.EXACT]
+    assert (exact.num, exact.num_bytes) == (
+        exact.num_ended,
+        sum(one.num_bytes for one in exact.fates.values()),
+    )
+    assert (
+        sum(got.hints.values())
+        >= got.hints[HintOutcome.ACCEPTED]
+        == sum(one.num for kind, one in got.classes.items() if kind is not ReadClass.EXACT)
+    )
 
 
 @pytest.mark.parametrize("kind", ["oracle", "near-gate"])
@@ -220,6 +233,7 @@ def test_a_prefetcher_stopped_in_the_middle_changes_nothing(tiny_dir, recorded, 
 
         assert_same(collect(stopping(), session), expected)
         assert engine.target.store.statistics().hints[HintOutcome.STOPPED] > 0
+        assert_fates_add_up(engine.target.store)
 
 
 @pytest.mark.parametrize("kind", ["off", "near-gate", "oracle", "broken"])
