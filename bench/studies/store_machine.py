@@ -2,12 +2,13 @@
 
     python -m bench.studies.store_machine --steps 1000000
 
-Every chunk of examples has a seed of its own; a failure prints the shortest example that shows it and ends
-the process. CI runs 20,000 steps.
+Every chunk of examples has a seed of its own and tells on stderr when it is done; a failure prints the shortest
+example that shows it and ends the process. CI runs 20,000 steps.
 """
 
 import argparse
 import json
+import sys
 import time
 
 from hypothesis import seed, settings
@@ -40,6 +41,7 @@ def main() -> None:
         machine = seed(options.seed + chunk)(Counted)
         run_state_machine_as_test(machine, settings=free)
         chunk += 1
+        print(f"{counted} steps, {chunk} seeds", file=sys.stderr, flush=True)
     print(
         json.dumps(
             {
