@@ -2,8 +2,8 @@
 
     python -m bench.studies.store_machine --steps 1000000
 
-Every chunk of examples has a seed of its own and tells on stderr when it is done; a failure prints the shortest
-example that shows it and ends the process. CI runs 20,000 steps.
+Every chunk of examples has a seed of its own and tells on stderr when it is done; a failure prints the
+shortest example that shows it and ends the process. CI runs 20,000 steps.
 """
 
 import argparse
