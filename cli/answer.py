@@ -208,6 +208,9 @@ def opened(
     at_start = engine.warm.note
     with closing(engine):
         yield engine
+        mirror = engine.mirror
+    if mirror is not None and mirror.dropped:
+        console.note(f"note: {mirror.dropped}; the answer is not affected")
     if engine.warm.note != at_start:
         console.note(f"note: {engine.warm.note}")
 
@@ -236,6 +239,7 @@ def plan_request(memory: MemoryOptions, model: FoundModel, draft: DraftOptions =
         draft=draft.draft,
         draft_directory=draft.draft_model,
         num_draft_tokens=draft.num_draft_tokens,
+        mirror_directory=memory.mirror,
     )
 
 

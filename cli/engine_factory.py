@@ -78,6 +78,15 @@ class HasNote(Protocol):
         ...
 
 
+class HasDropped(Protocol):
+    """What the command line asks of a mirror."""
+
+    @property
+    def dropped(self) -> str:
+        """Return why it is not used any more, "" while it is."""
+        ...
+
+
 class EngineLike(Protocol):
     """A loaded model."""
 
@@ -99,6 +108,11 @@ class EngineLike(Protocol):
     @property
     def checkpoint(self) -> HasDigest:
         """Return the checkpoint that is open."""
+        ...
+
+    @property
+    def mirror(self) -> HasDropped | None:
+        """Return the second copy of the experts, if there is one."""
         ...
 
     @property

@@ -90,6 +90,15 @@ class MemoryOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = "first"
+    mirror: Annotated[
+        Path | None,
+        typer.Option(
+            "--mirror",
+            metavar="DIR",
+            help="A second copy of the model's data files, on another drive: experts are read from both.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
     readers: Annotated[
         int | None,
         typer.Option(

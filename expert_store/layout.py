@@ -203,6 +203,14 @@ class RecordLayout:
             places.append(_List(array("q", (s.file for s in spans)), array("q", (s.offset for s in spans))))
         return cls(layer, num_experts, [name for name, _ in components], lengths, places, file_sizes)
 
+    @property
+    def files(self) -> frozenset[int]:
+        """Return the files that records of the layer lie in."""
+        found: set[int] = set()
+        for place in self._places:
+            found.update((place.file,) if isinstance(place, _Rule) else place.files)
+        return frozenset(found)
+
     def spans(self, expert: int) -> tuple[Span, ...]:
         """Return where the components of one record lie, in component order."""
         return tuple(Span(*self._place(index, expert)) for index in range(len(self._places)))

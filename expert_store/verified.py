@@ -47,6 +47,11 @@ class _Shelf:
         self.digests = [bytes.fromhex(digest) for digest in digests]
         self.is_checked = bytearray(len(digests))
 
+    def unchecked(self) -> _Shelf:
+        """Return the same records, none of them checked yet."""
+        digests = [digest.hex() for digest in self.digests]
+        return _Shelf(self.layer, self.base, self.stride, self.record_bytes, digests)
+
 
 class RecordDigests:
     """What every record of a pack must be, by file. Immutable but for what was checked."""
@@ -68,6 +73,18 @@ class RecordDigests:
             digests: XXH3-128 of each, hexadecimal.
         """
         self._shelves[file] = _Shelf(layer, base, stride, record_bytes, digests)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> RecordDigests:
+        """Return the same digests for copies of the files, to be compared on their own.
+
+        Args:
+            numbers: index of the copy by the index of a file; records of files without one are left out.
+        """
+        copied = RecordDigests()
+        for file, shelf in self._shelves.items():
+            if file in numbers:
+                copied._shelves[numbers[file]] = shelf.unchecked()
+        return copied
 
     @property
     def shelves(self) -> Mapping[int, _Shelf]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.answer import plan_request
-from cli.console import Console, as_json_value, size
+from cli.console import Console, as_json_value, counted, size
 from cli.engine_factory import Planned, Services
 from cli.errors import OK, CommandError, UsageProblem
 from cli.model_path import ALIASES, FoundModel, chosen_model
@@ -79,12 +79,21 @@ def plan(
     from mlx_flashnext.engine.expectation import expect
 
     planned = services.make_plan(found.directory, plan_request(memory, found, draft))
+    mirror = None
+    if memory.mirror is not None:
+        from mlx_flashnext.engine.sources import mirror_of
+
+        mirror = mirror_of(planned.checkpoint, memory.mirror)
     rate = _rate(services, found, drive)
     expected = expect(planned.checkpoint, planned.plan, bytes_per_s=rate, resident_tokens_per_s=resident_rate)
     if json:
         console.document(_report(found, planned, expected))
         return OK
     _show(console, found, planned)
+    if mirror is not None:
+        console.line(f"mirror           {counted(len(mirror.files), 'data file')} in {memory.mirror}")
+        for note in mirror.notes:
+            console.note(f"note: {note}")
     console.line()
     for step in expected.steps:
         console.line(step)

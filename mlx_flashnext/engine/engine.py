@@ -17,11 +17,11 @@ from drafter.api import Drafter
 from drafter.lookup import LookupDrafter
 from drafter.mtp import MtpDrafter
 from drafter.sidecar import Sidecar
+from expert_store.mirrored import MirroredSource
 from expert_store.prefetch import PrefetchLimits
 from expert_store.rows import RowTable
-from expert_store.source import ByteSource, FileSource
+from expert_store.source import ByteSource
 from expert_store.store import ExpertStore
-from expert_store.verified import VerifiedSource
 from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline
@@ -40,8 +40,9 @@ from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
 from mlx_flashnext.engine.route_files import LoadedRoutes, RouteFiles, find_routes, load_routes
 from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParams
+from mlx_flashnext.engine.sources import open_source
 from mlx_flashnext.engine.verify import Asked, resolve_rule
-from mlx_flashnext.engine.warm import WarmStart
+from mlx_flashnext.engine.warm import WarmStart, open_warm_start
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
@@ -63,6 +64,7 @@ class Engine:
 
     Attributes:
         notices: lines that the person should read once, such as a draft's licence.
+        mirror: the second copy of the experts, if there is one.
         routes: trained hints that fit model and draft.
         cycle_costs: what cycles of the last answer cost by width, from `Governor.costs`; where the next
             session's governor begins.
@@ -92,6 +94,7 @@ class Engine:
         self.routes = routes
         self._resources = resources
         self._num_timelines = 0
+        self.mirror: MirroredSource | None = None
         self._closed = False
         self._thread = threading.get_ident()
 
@@ -135,9 +138,8 @@ class Engine:
         )
         prepare_device(machine, plan.total_bytes)
         with contextlib.ExitStack() as resources:
-            source = wrap_source(FileSource(checkpoint.table.files))
-            if checkpoint.records is not None:
-                source = VerifiedSource(source, checkpoint.records, verify=plan.verify_reads)
+            opened = open_source(checkpoint, wrap_source, plan.verify_reads, request.mirror_directory)
+            source = opened.source
             resources.callback(source.close)
             target, weights = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
             pad_id = 0 if own is None else own.mask_token_id
@@ -145,12 +147,14 @@ class Engine:
             new_drafter = _open_drafter(target, weights, plan, own, loaded.sidecar)
             weights.check_all_used()
             notices = own.notices if own is not None and plan.draft == "dflash2" else ()
-            notices = (*notices, *loaded.notices)
-            warm = _warm_start(checkpoint, plan, target, warm_directory)
+            notices = (*notices, *loaded.notices, *opened.notices)
+            warm = open_warm_start(checkpoint, plan, target.store, warm_directory)
             resources.callback(warm.save)
             warm.begin()
             kept = resources.pop_all()
-            return cls(checkpoint, tokenizer, plan, target, new_drafter, notices, warm, loaded, kept)
+            engine = cls(checkpoint, tokenizer, plan, target, new_drafter, notices, warm, loaded, kept)
+            engine.mirror = opened.mirror
+            return engine
 
     def session(
         self,
@@ -232,19 +236,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _warm_start(checkpoint: Checkpoint, plan: Plan, target: Target, directory: Path | None) -> WarmStart:
-    path = None
-    if directory is not None and not plan.is_resident:
-        path = directory / f"{checkpoint.digest[:32]}.json"
-    return WarmStart(
-        target.store,
-        path,
-        model_digest=checkpoint.digest,
-        num_experts={layer: one.record.num_experts for layer, one in checkpoint.experts.items()},
-        slots=dict.fromkeys(checkpoint.experts, plan.slots_per_layer),
-    )
 
 
 def _open_target(

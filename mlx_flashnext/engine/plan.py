@@ -52,6 +52,7 @@ class PlanRequest:
         num_snapshots: earlier points of a conversation to keep, so that a prompt which leaves it there need
             not be read again; fewer are kept where memory is short.
         hints: who says what to read ahead: one of `HINTS`, but for `oracle`, which needs a recorded run.
+        mirror_directory: of a second copy of the experts, on another drive.
     """
 
     memory_bytes: int | None = None
@@ -66,6 +67,7 @@ class PlanRequest:
     num_draft_tokens: int | None = None
     num_snapshots: int = 4
     hints: str = "off"
+    mirror_directory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

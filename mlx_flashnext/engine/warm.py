@@ -17,6 +17,8 @@ from expert_store.popularity import (
     save_popularity,
 )
 from expert_store.store import ExpertStore
+from mlx_flashnext.checkpoint import Checkpoint
+from mlx_flashnext.engine.plan import Plan
 
 _SLICE: Final = 2048
 """Hints of one hand-over; `PrefetchLimits.max_hints` looks at no more."""
@@ -94,3 +96,19 @@ class WarmStart:
     def _demands(self) -> dict[int, tuple[int, ...]]:
         counts = self._store.demand_counts()
         return {layer: counts[layer] for layer in self._num_experts if layer in counts}
+
+
+def open_warm_start(
+    checkpoint: Checkpoint, plan: Plan, store: ExpertStore, directory: Path | None
+) -> WarmStart:
+    """Return the warm start of a run; none where every expert is resident, or without a directory."""
+    path = None
+    if directory is not None and not plan.is_resident:
+        path = directory / f"{checkpoint.digest[:32]}.json"
+    return WarmStart(
+        store,
+        path,
+        model_digest=checkpoint.digest,
+        num_experts={layer: one.record.num_experts for layer, one in checkpoint.experts.items()},
+        slots=dict.fromkeys(checkpoint.experts, plan.slots_per_layer),
+    )

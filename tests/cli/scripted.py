@@ -157,6 +157,7 @@ class ScriptedEngine:
         self.calls: list[SimpleNamespace] = []
         self.is_closed = False
         self.warm = SimpleNamespace(note="")
+        self.mirror = None
 
     def session(self) -> ScriptedSession:
         return ScriptedSession(self)
