@@ -45,17 +45,20 @@ def show_verify_report(console: Console, report: "VerifyReport") -> None:
     """Write the title, the tolerance, every block, and every criterion with what was seen."""
     console.line(report.title)
     lengths = ", ".join(map(str, report.prompt_tokens))
-    exact = "bit for bit the same" if not report.row_difference else f"differ by {report.row_difference:.2g}"
     console.line(f"prompts of {lengths} tokens, {report.backend} backend")
-    console.line(
-        f"logits of a row alone and in a block: {exact}; tolerance {report.tolerance:.2g} of their spread"
-    )
+    for what, difference, tolerance in (
+        ("logits", report.row_difference, report.tolerance),
+        ("state", report.state_row_difference, report.state_tolerance),
+    ):
+        exact = "bit for bit the same" if not difference else f"differs by {difference:.2g} of its spread"
+        console.line(f"{what} of a row in a block and alone: {exact}; tolerance {tolerance:.2g}")
     console.line()
     headings = (
         "prompt",
         "case",
         "accepted",
-        "carried",
+        "at",
+        "then",
         "next",
         "logits off",
         "verify",
@@ -67,6 +70,7 @@ def show_verify_report(console: Console, report: "VerifyReport") -> None:
             str(block.prompt + 1),
             block.case,
             f"{block.accepted} of {len(block.proposed)}",
+            str(block.position),
             str(block.num_tokens),
             str(block.next_token),
             f"{block.largest_difference:.2g}",
@@ -76,7 +80,7 @@ def show_verify_report(console: Console, report: "VerifyReport") -> None:
         )
         for block in report.blocks
     ]
-    console.table(headings, rows, right=(0, 2, 3, 4, 5, 6, 7, 8))
+    console.table(headings, rows, right=(0, 2, 3, 4, 5, 6, 7, 8, 9))
     console.line()
     for criterion in report.criteria:
         console.line(f"{'pass' if criterion.is_met else 'FAIL'}  {criterion.name}: {criterion.detail}")

@@ -60,6 +60,14 @@ class TraceRefused(Exception):
         super().__init__(message if len(message) <= 500 else message[:497] + "...")
 
 
+class TraceForeign(TraceRefused):
+    """It is of another target, tokenizer, vocabulary or draft than was wanted; nothing is wrong with it."""
+
+
+class TraceNotReplayable(TraceRefused):
+    """It lacks what a replay needs; nothing is wrong with it."""
+
+
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     pass
 
@@ -296,6 +304,11 @@ def parse_line(data: bytes, before: str) -> Line:
     return line
 
 
+def at_line(number: int, error: TraceRefused) -> TraceRefused:
+    """Return the same refusal with the line's number before it."""
+    return type(error)(f"line {number}: {error}")
+
+
 def raw_lines(stream: BinaryIO) -> Iterator[Line]:
     """Yield lines, each parsed; what they mean together is not looked at.
 
@@ -312,7 +325,7 @@ def raw_lines(stream: BinaryIO) -> Iterator[Line]:
         try:
             line = parse_line(data, before)
         except TraceRefused as error:
-            raise TraceRefused(f"line {number}: {error}") from None
+            raise at_line(number, error) from None
         before = line.digest
         yield line
 

@@ -35,7 +35,9 @@ from drafter.record import (
     Line,
     PromptPiece,
     Route,
+    TraceForeign,
     TraceRefused,
+    at_line,
     raw_lines,
 )
 
@@ -213,8 +215,8 @@ class TraceChecker:
         _same("schema_version", line.schema_version, VERSION, "of this program")
         for name in ("target_model_revision", "tokenizer_revision", "vocab_size", "draft_digest"):
             wanted = getattr(self._identity, name)
-            if wanted is not None:
-                _same(name, getattr(line, name), wanted, "wanted")
+            if wanted is not None and getattr(line, name) != wanted:
+                raise TraceForeign(f"{name} is {getattr(line, name)!r}, {wanted!r} wanted")
         _check_capture(line)
         self._header = line
 
@@ -303,7 +305,7 @@ def checked_lines(stream: BinaryIO, identity: Identity | None = None) -> Iterato
         try:
             checker.feed(line)
         except TraceRefused as error:
-            raise TraceRefused(f"line {number}: {error}") from None
+            raise at_line(number, error) from None
         yield line
     try:
         checker.finish()

@@ -50,6 +50,7 @@ class _Metadata(msgspec.Struct):
     values: dict[str, str] | None = msgspec.field(default=None, name=_METADATA)
 
 
+MAX_MESSAGE: Final = 1000
 _METADATA_DECODER: Final = msgspec.json.Decoder(_Metadata)
 _ENTRIES_DECODER: Final = msgspec.json.Decoder(dict[str, HeaderEntry])
 
@@ -145,7 +146,9 @@ def _decode_strict(header: bytes, name: str) -> dict[str, HeaderEntry]:
 
 
 def corrupt(message: str, *, hint: str = _FETCH_AGAIN, **context: object) -> CheckpointCorrupt:
-    """Return the error for files that contradict themselves."""
+    """Return the error for files that contradict themselves; names in them may be of any length."""
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 3] + "..."
     return CheckpointCorrupt(message, hint=hint, **context)
 
 

@@ -10,16 +10,17 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import mlx.core as mx
 
 from mlx_flashnext.demo import DEMO_SLOTS, demo_dir
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.events import Token
+from mlx_flashnext.engine.events import Event, Token
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.prompt_sets import demo_tasks
 from mlx_flashnext.engine.recording import Recorder, TraceSettings
@@ -33,15 +34,16 @@ class Side:
 
     def __init__(self, engine: Engine, prompt: list[int], tokens: int, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        self._tokens = self._start(engine, prompt, tokens)
+        params = SamplingParams(seed=1, top_k=20, top_p=0.95)
+        session = engine.session(is_guarded=False, recorder=recorder)
+        self._events = cast("Generator[Event]", session.generate(prompt, params, max_tokens=tokens))
+        self._tokens = (event for event in self._events if isinstance(event, Token))
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def _start(self, engine: Engine, prompt: list[int], tokens: int) -> Iterator[Token]:
-        session = engine.session(is_guarded=False, recorder=self._recorder)
-        params = SamplingParams(seed=1, top_k=20, top_p=0.95)
-        events = session.generate(prompt, params, max_tokens=tokens)
-        return (event for event in events if isinstance(event, Token))
+    def close(self) -> None:
+        """End the answer."""
+        self._events.close()
 
     def stretch(self, count: int) -> None:
         """Say so many tokens."""
@@ -72,6 +74,8 @@ def round_of(engine: Engine, prompt: list[int], tokens: int) -> tuple[Side, Side
                 side.stretch(STRETCH)
         assert not recorder.failure, recorder.failure
         assert recorder.num_cycles > len(recorded.wall)
+        for side in (plain, recorded):
+            side.close()
         return plain, recorded
 
 

@@ -1,18 +1,19 @@
 """`flashnext trace`: write down what was proposed and verified; show, check and replay it without a model."""
 
 import os
+import tempfile
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Self, cast
 
 import typer
 
 from cli.answer import Ask, TextSink, plan_request, play
 from cli.console import Console, as_json_value, counted, size
 from cli.engine_factory import Services
-from cli.errors import DAMAGED, INTERRUPTED, OK, CommandError
+from cli.errors import DAMAGED, INCOMPATIBLE, INTERRUPTED, OK, CommandError, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import DraftOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
@@ -22,7 +23,7 @@ from cli.settings import expanded
 from mlx_flashnext.text.thinking import prompt_ends_inside
 
 if TYPE_CHECKING:
-    from drafter.record import Cycle
+    from drafter.record import Cycle, Header
     from drafter.record_check import Identity
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.recording import TraceSettings
@@ -70,7 +71,7 @@ def record(
 
     The answer goes to stdout. The trace holds the token ids of prompt and answer, which are as private as the
     text itself, and digests of the model: the file is readable by you alone, and nothing is ever sent
-    anywhere.
+    anywhere. A trace appears when it is whole; if it cannot be written the answer goes on without it.
     """
     services: Services = context.obj
     with Interrupts() as interrupts:
@@ -80,7 +81,7 @@ def record(
             params = sampling_params(sampling, found.directory)
             rendered = maker.render([*system_messages(prompting), {"role": "user", "content": text}])
         request = replace(plan_request(memory, found, draft), hints=hints)
-        with _created(expanded(output)) as stream:
+        with _NewFile(expanded(output)) as file:
             engine = services.open_measured(
                 found.directory,
                 request,
@@ -91,7 +92,8 @@ def record(
             with closing(engine):
                 from mlx_flashnext.engine.recording import Recorder
 
-                recorder = Recorder(stream, _settings(engine, hidden, keeps_logits=logits))
+                _check_logits(engine, logits)
+                recorder = Recorder(file.stream, _settings(engine, hidden, keeps_logits=logits))
                 ask = Ask(
                     prompt=engine.tokenizer.encode(rendered),
                     starts_inside=prompt_ends_inside(rendered),
@@ -102,50 +104,69 @@ def record(
                 )
                 sink = TextSink(console, hide_reasoning=False)
                 answer = play(engine.session(recorder=recorder), ask, sink, interrupts)
-    if console.out_is_terminal and answer.text and not answer.text.endswith("\n"):
-        console.answer("\n")
-    if recorder.failure:
-        raise CommandError(f"The trace is not whole: {recorder.failure}", hint="the answer is not affected")
-    written = expanded(output).stat().st_size
-    console.note(f"{counted(recorder.num_cycles, 'cycle')}, {size(written)} in {output}")
+            if console.out_is_terminal and answer.text and not answer.text.endswith("\n"):
+                console.answer("\n")
+            if recorder.failure:
+                raise CommandError(
+                    f"No trace was written: {recorder.failure}",
+                    hint="the answer is whole; make room, or choose another place",
+                )
+            if recorder.num_cycles:
+                file.publish()
+    if recorder.num_cycles:
+        written = size(expanded(output).stat().st_size)
+        lacks = "" if logits else ", without logits: no replay"
+        console.note(f"{counted(recorder.num_cycles, 'cycle')}, {written} in {output}{lacks}")
     return INTERRUPTED if answer.finish_reason == "cancelled" else OK
 
 
 def show(console: Console, trace: _Trace, json: _Json = False) -> int:
     """Show a trace: what it is of, and its cycles.
 
-    Token ids are shown, text is not: nothing is decoded.
+    Token ids are shown, as private as the text; text is not: nothing is decoded.
     """
-    from drafter.record import Answer, Cycle, End, Header
+    from drafter.record import Answer, Cycle, End, Header, PromptPiece
     from drafter.record_check import checked_lines
 
+    documents: list[Any] = []
+    facts: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    num_cycles = 0
     with _opened(trace) as stream:
-        lines = [line for line in checked_lines(stream) if not isinstance(line, _prompt_piece())]
+        for line in checked_lines(stream):  # logits and hidden rows of a line go before the next one comes
+            if json and not isinstance(line, PromptPiece):
+                documents.append(_plain(line))
+            elif isinstance(line, Header):
+                facts += [*_facts(line), ""]
+            elif isinstance(line, Answer):
+                how = "greedy" if line.seed is None else f"temperature {line.temperature:g}, seed {line.seed}"
+                prompt = counted(line.num_prompt_tokens, "token")
+                facts.append(
+                    f"answer of owner {line.request_owner}: prompt of {prompt}, rule {line.rule}, {how}"
+                )
+            elif isinstance(line, End):
+                tokens = counted(line.num_committed_tokens, "token")
+                facts.append(f"{tokens} in {counted(line.num_cycles, 'cycle')}")
+            elif isinstance(line, Cycle):
+                num_cycles += 1
+                if len(rows) < MOST_CYCLES:
+                    rows.append(_row(line))
     if json:
-        console.document([_plain(line) for line in lines])
+        console.document(documents)
         return OK
-    for line in lines:
-        if isinstance(line, Header):
-            _facts(console, line)
-        elif isinstance(line, Answer):
-            how = "greedy" if line.seed is None else f"temperature {line.temperature:g}, seed {line.seed}"
-            console.line()
-            prompt = counted(line.num_prompt_tokens, "token")
-            console.line(f"answer of owner {line.request_owner}: prompt of {prompt}, rule {line.rule}, {how}")
-        elif isinstance(line, End):
-            console.line(
-                f"{counted(line.num_committed_tokens, 'token')} in {counted(line.num_cycles, 'cycle')}"
-            )
-    cycles = [line for line in lines if isinstance(line, Cycle)]
+    for fact in facts:
+        console.line(fact)
     headings = ("position", "generation", "proposed", "accepted", "taken", "bonus", "its p", "guesses right")
     console.line()
-    console.table(headings, [_row(line) for line in cycles[:MOST_CYCLES]], right=range(len(headings)))
-    if len(cycles) > MOST_CYCLES:
-        console.line(f"and {len(cycles) - MOST_CYCLES} more; --json has all")
+    console.table(headings, rows, right=range(len(headings)))
+    if num_cycles > len(rows):
+        console.line(f"and {num_cycles - len(rows)} more; --json has all")
     return OK
 
 
-def verify(context: typer.Context, console: Console, trace: _Trace, model: _Against = None) -> int:
+def verify(
+    context: typer.Context, console: Console, trace: _Trace, model: _Against = None, json: _Json = False
+) -> int:
     """Check a trace: every line, every digest, and whether the lines agree with each other.
 
     Needs no model. Whether the target would decide so again is what `trace replay` asks.
@@ -158,6 +179,9 @@ def verify(context: typer.Context, console: Console, trace: _Trace, model: _Agai
         for line in checked_lines(stream, _identity(context.obj, model)):
             num_answers += isinstance(line, Answer)
             num_cycles += isinstance(line, Cycle)
+    if json:
+        console.document({"num_answers": num_answers, "num_cycles": num_cycles})
+        return OK
     console.line(f"consistent: {counted(num_answers, 'answer')}, {counted(num_cycles, 'cycle')}")
     return OK
 
@@ -168,7 +192,8 @@ def replay(
     """Run the recorded cycles again on the recorded logits, without a model.
 
     Verification, rollback, tickets and what the drafter is shown are computed anew by the product's own code;
-    the first thing that comes out otherwise is refused by line and field.
+    the first thing that comes out otherwise is refused by line and field. A trace that was recorded without
+    --logits cannot be replayed: that is exit code 3, not the 5 of one that is damaged or wrong.
     """
     from mlx_flashnext.engine.replay import replay_trace
 
@@ -191,31 +216,92 @@ def replay(
     return OK
 
 
-@contextmanager
-def _created(path: Path) -> Generator[BinaryIO]:
-    """Make the file, for the user's eyes only; one that holds nothing is taken away again."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise CommandError(f"There is a file already: {path}", hint="traces are never written over") from None
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            yield stream
-    finally:
-        if not path.stat().st_size:
-            path.unlink()
+class _NewFile:
+    """A file in the making: beside its name, for the user's eyes only, until it is whole.
+
+    Raises:
+        CommandError: there is a file of that name, or none can be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._refuse_existing()
+        try:
+            file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by `__exit__`
+                dir=path.parent, prefix=".flashnext-", delete=False
+            )
+        except OSError as error:
+            raise self._failed(error) from error
+        self._partial, self.stream = Path(file.name), cast("BinaryIO", file)
+
+    def publish(self) -> None:
+        """Give it its name; it is on the disk by then.
+
+        Raises:
+            CommandError: it could not be written, or there is such a file by now.
+        """
+        self._refuse_existing()
+        try:
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
+            self._partial.rename(self._path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # what did not fit on the disk does not fit now
+            self.stream.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _refuse_existing(self) -> None:
+        try:
+            self._path.lstat()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise self._failed(error) from error
+        raise CommandError(f"There is a file already: {self._path}", hint="traces are never written over")
+
+    def _failed(self, error: Exception) -> CommandError:
+        reason = getattr(error, "strerror", None) or error
+        return CommandError(f"Cannot write {self._path}: {reason}", hint="choose another place")
 
 
 @contextmanager
 def _opened(name: str) -> Generator[BinaryIO]:
     """Open a trace; what it is refused for becomes an error of the command."""
-    from drafter.record import TraceRefused, open_trace
+    from drafter.record import TraceForeign, TraceNotReplayable, TraceRefused, open_trace
 
     try:
         with open_trace(expanded(name)) as stream:
             yield stream
+    except TraceForeign as error:
+        raise CommandError(
+            f"{name}: {error}", hint="give the model it was recorded from", code=INCOMPATIBLE
+        ) from None
+    except TraceNotReplayable as error:
+        raise CommandError(
+            f"{name}: {error}",
+            hint="trace verify checks what it has; trace record --logits makes one that replays",
+            code=INCOMPATIBLE,
+        ) from None
     except TraceRefused as error:
         raise CommandError(f"{name}: {error}", hint="", code=DAMAGED) from None
+
+
+def _check_logits(engine: "Engine", wanted: bool) -> None:
+    """Refuse to keep logits where a block has too many, rather than leave them out without a word."""
+    from mlx_flashnext.engine.recording import MOST_LOGITS
+
+    rows, ids = engine.plan.num_draft_tokens + 1, engine.config.vocab_size
+    if wanted and rows * ids > MOST_LOGITS:
+        raise UsageProblem(
+            f"--logits keeps at most {MOST_LOGITS} logits of a block; a row has {ids}",
+            hint="leave --logits out" if ids > MOST_LOGITS else "ask for fewer --num-draft-tokens",
+        )
 
 
 def _settings(
@@ -259,13 +345,7 @@ def _tokenizer_digest(directory: Path) -> str:
     return tokenizer_digest(read_regular(directory / "tokenizer.json"))
 
 
-def _prompt_piece() -> type:
-    from drafter.record import PromptPiece
-
-    return PromptPiece
-
-
-def _facts(console: Console, header: Any) -> None:
+def _facts(header: "Header") -> list[str]:
     layers = ", ".join(map(str, header.captured_layer_ids))
     captured = "nothing"
     if layers:
@@ -277,8 +357,7 @@ def _facts(console: Console, header: Any) -> None:
         ("draft", f"{header.draft_kind} {header.draft_digest}".strip()),
         ("captured", captured),
     )
-    for name, fact in facts:
-        console.line(f"{name:<11} {fact}")
+    return [f"{name:<11} {fact}" for name, fact in facts]
 
 
 def _row(line: "Cycle") -> tuple[str, ...]:

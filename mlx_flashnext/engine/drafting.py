@@ -230,6 +230,11 @@ class Drafting:
         except Exception as error:  # noqa: BLE001  as in `propose`
             self._drop(error)
 
+    @property
+    def draft_digest(self) -> str:
+        """Return the digest of the draft's files, as its drafter says; empty for one without."""
+        return "" if self._drafter is None else str(self._drafter.describe().get("digest", ""))
+
     def statistics(self) -> DraftStatistics:
         """Return the counts of the answer so far."""
         drafter = "none" if self._drafter is None else self._drafter.kind

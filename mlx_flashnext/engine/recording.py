@@ -8,38 +8,32 @@ A recorder that fails stops for good and says why (`failure`); the answer goes o
 
 # Shapes: T rows of a block, k = T - 1 proposals, K candidates of a slot, R rows that stay, V vocabulary.
 
-import base64
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 import mlx.core as mx
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
-from drafter.api import Law, RouteHints
+from drafter.api import RouteHints
 from drafter.record import (
-    DIGEST,
     FORMAT,
     LAST_STACK,
     LAYER_OUTPUT,
     MAX_PROMPT_PIECE,
     NO_FEATURES,
-    PAYLOAD,
     VERSION,
     Answer,
-    Cycle,
     Header,
     PromptPiece,
-    Route,
     TraceWriter,
 )
 from drafter.record_check import Totals
 from expert_store.keys import Prefetch
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
 from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.record_lines import CycleValues, Heard, answer_line, cycle_line
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import Rule
 from mlx_flashnext.experts import HandOver
@@ -63,7 +57,7 @@ class TraceSettings:
         tokenizer_revision: digest of the tokenizer.
         vocab_size: of the target.
         num_layers: of the target, the MTP module's left out.
-        draft_digest: of the draft's files; empty if it has none.
+        draft_digest: of the draft's files; empty asks the drafter, who may have none.
         hidden: keep hidden rows whole, or their digest.
         keeps_logits: keep the target's logits where they are few: then the trace can be replayed.
         keeps_routes: keep native routes and guesses.
@@ -79,23 +73,6 @@ class TraceSettings:
     keeps_routes: bool = True
 
 
-@dataclass(slots=True)
-class _Heard:
-    """What hints said and routers chose in the block that runs, as it was said."""
-
-    rows: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict[int, Sequence[Sequence[int]]])
-    ahead: list[HandOver] = field(default_factory=list[HandOver])
-
-    def guesses(self) -> dict[int, dict[int, dict[int, float]]]:
-        """Return confidence by passes ahead, layer and expert; the first that was said counts."""
-        found: dict[int, dict[int, dict[int, float]]] = {}
-        for ahead in self.ahead:
-            of_pass = found.setdefault(ahead.passes_ahead, {})
-            for hint in ahead.hints:
-                of_pass.setdefault(hint.layer, {}).setdefault(hint.expert, round(float(hint.confidence), 6))
-        return found
-
-
 class OverheardHints(Hints):
     """Says what other hints say, or nothing, and lets a recorder listen.
 
@@ -107,11 +84,11 @@ class OverheardHints(Hints):
     def __init__(self, inner: Hints | None, num_layers: int) -> None:
         super().__init__(None, num_layers)
         self._inner = inner
-        self._heard = _Heard()
+        self._heard = Heard()
 
-    def take(self) -> _Heard:
+    def take(self) -> Heard:
         """Return what was heard since the last time."""
-        heard, self._heard = self._heard, _Heard()
+        heard, self._heard = self._heard, Heard()
         return heard
 
     @property
@@ -128,7 +105,7 @@ class OverheardHints(Hints):
         routes: RouteHints | None = None,
     ) -> HandOver:
         """Open a block; see `Hints`."""
-        self._heard = _Heard()
+        self._heard = Heard()
         if self._inner is None:
             return HandOver()
         return self._pass_on(self._inner.begin(tokens, position, is_prefill=is_prefill, routes=routes))
@@ -169,38 +146,11 @@ class _Pending:
     """A cycle whose values are still on the device."""
 
     facts: CycleFacts
-    heard: _Heard
+    heard: Heard
     candidates: tuple[mx.array, mx.array] | None
     target: mx.array
     logits: mx.array | None
     hidden: mx.array | None
-    cancelled: Mapping[int, Sequence[int]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """A cycle as plain values, with nothing of the device's.
-
-    Attributes:
-        candidates: ids and probabilities of every slot.
-        target: [T][K + 1] probabilities of candidates and bonus.
-        logits: [T, V] as float32; None where they are not kept.
-        hidden: shape and bytes of the rows that stay; None if none were wanted.
-    """
-
-    generation: int
-    position: int
-    anchor: int
-    tokens: tuple[int, ...]
-    law: Law
-    accepted: int
-    bonus: int
-    num_kept: int
-    heard: _Heard
-    candidates: tuple[list[list[int]], list[list[float]]] | None
-    target: list[list[float]]
-    logits: NDArray[np.float32] | None
-    hidden: tuple[tuple[int, ...], bytes] | None
     cancelled: Mapping[int, Sequence[int]] | None
 
 
@@ -239,7 +189,7 @@ class Recorder:
         self._request: Answer | None = None
         self._totals = Totals()
         self._pending: _Pending | None = None
-        self._values: list[_Values] = []
+        self._values: list[CycleValues] = []
 
     def listen(self, hints: Hints | None) -> Hints | None:
         """Return hints that say the same and are overheard; see `AnswerObserver`."""
@@ -301,7 +251,7 @@ class Recorder:
         if self._header is None:
             self._header = self._describe(facts, self._timeline)
             self._writer.write(self._header)
-        self._request = _request(
+        self._request = answer_line(
             self._header, self._timeline.owner, facts.generation, self._prompt, sampler, self._rule
         )
         self._writer.write(self._request)
@@ -327,7 +277,7 @@ class Recorder:
             tokenizer_revision=settings.tokenizer_revision,
             vocab_size=settings.vocab_size,
             draft_kind=timeline.drafting.statistics().drafter,
-            draft_digest=settings.draft_digest,
+            draft_digest=settings.draft_digest or timeline.drafting.draft_digest,
             captured_stage=stage,
             captured_layer_ids=layers,
             hidden_dtype=dtype,
@@ -347,7 +297,7 @@ class Recorder:
         target, logits = _target_probabilities(facts), None
         if self._settings.keeps_logits and facts.logits.size <= MOST_LOGITS:
             logits = facts.logits.astype(mx.float32)
-        heard = _Heard() if self._hints is None else self._hints.take()
+        heard = Heard() if self._hints is None else self._hints.take()
         cancelled = None if self._cancelled is None else self._cancelled()
         waiting = [array for array in (target, logits, hidden, *(candidates or ())) if array is not None]
         mx.async_eval(waiting)  # pyright: ignore[reportUnknownMemberType]  (half typed stubs)
@@ -359,7 +309,7 @@ class Recorder:
             return
         facts, candidates, hidden = pending.facts, pending.candidates, pending.hidden
         self._values.append(
-            _Values(
+            CycleValues(
                 generation=facts.generation,
                 position=facts.position,
                 anchor=facts.anchor,
@@ -383,50 +333,13 @@ class Recorder:
 
     def _write(self) -> None:
         values, self._values = self._values, []
+        header, request = self._header, self._request
+        if header is None or request is None:
+            return
         for cycle in values:
-            line = self._line(cycle)
+            line = cycle_line(cycle, header, request, keeps_rows=self._settings.hidden == "payload")
             self._writer.write(line)
             self._totals.add(line)
-
-    def _line(self, cycle: _Values) -> Cycle:
-        header, request, tokens = self._header, self._request, cycle.tokens
-        assert header is not None
-        assert request is not None
-        ids, values, path = tuple((token,) for token in tokens), ((1.0,),) * len(tokens), (0,) * len(tokens)
-        if cycle.candidates is not None:
-            ids, values, path = _candidates(tokens, *cycle.candidates)
-        shape, payload = (0, *header.hidden_row_shape), ""
-        if cycle.hidden is not None:
-            shape, payload = cycle.hidden[0], self._opaque(cycle.hidden[1])
-        return Cycle(
-            schema_version=VERSION,
-            target_model_revision=header.target_model_revision,
-            tokenizer_revision=header.tokenizer_revision,
-            request_owner=request.request_owner,
-            request_generation=cycle.generation,
-            sequence_position=cycle.position,
-            anchor_token_id=cycle.anchor,
-            captured_stage=header.captured_stage,
-            captured_layer_ids=header.captured_layer_ids,
-            hidden_dtype=header.hidden_dtype,
-            hidden_shape=shape if header.captured_stage != NO_FEATURES else (),
-            hidden_payload_or_digest=payload,
-            proposal_law=cycle.law,
-            candidate_token_ids=ids,
-            candidate_probabilities_or_logits=values,
-            selected_candidate_path=path,
-            target_token_probabilities_or_digest=_said(cycle.target, cycle.accepted),
-            target_logits=None if cycle.logits is None else tuple(map(tuple, cycle.logits.tolist())),
-            accepted_prefix_length=cycle.accepted,
-            bonus_token=cycle.bonus,
-            num_committed=cycle.num_kept,
-            routes=_routes(cycle, request.request_owner),
-        )
-
-    def _opaque(self, data: bytes) -> str:
-        if self._settings.hidden == "payload":
-            return PAYLOAD + base64.b64encode(data).decode()
-        return DIGEST + xxhash.xxh3_128_hexdigest(data)
 
     def _bytes(self, array: mx.array) -> bytes:
         """Return an array's bytes, row by row, little-endian."""
@@ -451,74 +364,3 @@ def _target_probabilities(facts: CycleFacts) -> mx.array:
         ids_TK = mx.concatenate([drafted_T1, bonus_T1], axis=-1)
     norms_T1 = mx.logsumexp(scores_TV, axis=-1, keepdims=True)
     return mx.exp(mx.take_along_axis(scores_TV, ids_TK, axis=-1) - norms_T1)
-
-
-def _said(target: list[list[float]], accepted: int) -> tuple[tuple[float, ...], ...]:
-    """Return the candidates' probabilities of every slot, and the bonus token's own in the row it is of."""
-    said: list[tuple[float, ...]] = []
-    for slot, row in enumerate(target):
-        shares = row[:-1] if slot < len(target) - 1 else []
-        said.append(tuple(min(1.0, share) for share in (*shares, *(row[-1:] if slot == accepted else ()))))
-    return tuple(said)
-
-
-def _candidates(
-    tokens: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...], tuple[int, ...]]:
-    """Return candidates, probabilities and path of a proposal whose tokens were drawn."""
-    path = tuple(list(row).index(token) for row, token in zip(ids, tokens, strict=True))
-    return tuple(map(tuple, ids)), tuple(map(tuple, probs)), path
-
-
-def _routes(cycle: _Values, owner: int) -> tuple[Route, ...]:
-    heard, generation, cancelled, said = cycle.heard, cycle.generation, cycle.cancelled, cycle.heard.guesses()
-    now, later = said.get(0, {}), said.get(1, {})
-    found: list[Route] = []
-    for ahead, guesses in ((0, now), (1, later)):
-        for layer in sorted(heard.rows):
-            guessed = guesses.get(layer, {})
-            if ahead and not guessed:
-                continue
-            rows = tuple(tuple(row) for row in heard.rows[layer])
-            gone = None if cancelled is None or ahead else cancelled.get(layer, ())
-            found.append(
-                Route(
-                    target_route_layer=layer,
-                    target_top_k=len(rows[0]),
-                    target_expert_ids_in_native_rank_order=() if ahead else rows,
-                    predicted_expert_ids=tuple(guessed),
-                    prediction_confidence=tuple(guessed.values()),
-                    prefetch_ticket_owner=owner,
-                    prefetch_ticket_generation=generation + ahead,
-                    cancelled_expert_ids=None if gone is None else tuple(sorted(gone)),
-                )
-            )
-    return tuple(found)
-
-
-def _request(
-    header: Header, owner: int, generation: int, prompt: Sequence[int], sampler: Sampler, rule: Rule
-) -> Answer:
-    """Return how tokens are chosen, in normal form."""
-    params = sampler.params
-    is_drawn = not params.is_greedy
-    return Answer(
-        schema_version=VERSION,
-        draft_kind=header.draft_kind,
-        draft_digest=header.draft_digest,
-        request_owner=owner,
-        request_generation=generation,
-        num_prompt_tokens=len(prompt),
-        rule=rule,
-        seed=sampler.seed if is_drawn else None,
-        temperature=params.temperature if is_drawn else 0.0,
-        top_k=params.top_k if is_drawn else 0,
-        top_p=(params.top_p or 1.0) if is_drawn else 1.0,
-        min_p=params.min_p if is_drawn else 0.0,
-        repetition_penalty=float(params.repetition_penalty),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        penalty_context=params.penalty_context if params.has_penalties else 0,
-        logit_bias=tuple((token, float(bias)) for token, bias in sorted(params.logit_bias.items())),
-        processors=tuple(type(each).__name__ for each in sampler.processors),
-    )

@@ -25,7 +25,7 @@ from mlx_flashnext.engine.verify import verify
 from mlx_flashnext.model.host import fence
 from mlx_flashnext.state import SequenceState, Snapshot
 
-TITLE: Final = "Verification and rollback, integrated: says nothing of a draft's quality or speed"
+TITLE: Final = "Validates that verification and rollback are integrated, not a draft's quality or speed"
 PROMPTS: Final = (
     "Tell me a short story about a lighthouse keeper who finds a letter in a bottle.",
     "The miller had three sons, a mill, a donkey and a cat. When he died the sons divided what there was: "
@@ -197,21 +197,21 @@ class _Runner:
 def verify_report(
     engine: Engine,
     progress: Callable[[str, int, int], None] | None = None,
-    prompts: Sequence[str] = PROMPTS,
+    prompts: Sequence[str] | None = None,
 ) -> VerifyReport:
     """Measure the tolerance of this backend, then run every case on every prompt.
 
     Args:
         engine: open; nothing else may use it meanwhile.
         progress: called with (what, done, total).
-        prompts: texts, of which at most `LONGEST_PROMPT` tokens are read.
+        prompts: texts, of which at most `LONGEST_PROMPT` tokens are read; `PROMPTS` when left out.
 
     Raises:
         InvalidRequest: a prompt has fewer than two tokens.
         StoreError, ModelError: as any answer.
     """
     runner = _Runner(engine)
-    encoded = [tuple(engine.tokenizer.encode(text)[:LONGEST_PROMPT]) for text in prompts]
+    encoded = [tuple(engine.tokenizer.encode(text)[:LONGEST_PROMPT]) for text in prompts or PROMPTS]
     if min(map(len, encoded)) < 2:
         raise InvalidRequest("A prompt needs at least two tokens", hint="give longer texts")
     total, done = len(encoded) * (1 + len(_CASES)), 0

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import fuzzing
 from tests.fuzzing import Format, formats, run_cases
 
 CASES = 2000
@@ -14,6 +15,12 @@ NAMES = [
     "popularity",
     "chat",
     "safetensors header",
+    "safetensors index",
+    "model config",
+    "generation config",
+    "capture manifest",
+    "capture index",
+    "training run",
 ]
 
 
@@ -32,14 +39,16 @@ def test_hostile_files_are_read_whole_or_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("read", "what"),
+    ("read", "rewrite", "what"),
     [
-        (lambda data: int(data), "ValueError"),
-        (lambda data: {}, "loaded in part"),
-        (lambda data: bytearray(80 << 20), "bytes"),
+        (lambda data: int(data), None, "ValueError"),
+        (lambda data: {}, lambda value: b"{}", "loaded in part"),
+        (lambda data: b"x" * (80 << 20), None, "[0-9]+ bytes"),
+        (lambda data: sum(range(1 << 22)), None, r"[0-9.]+ s$"),
     ],
 )
-def test_a_bad_reader_is_found(read, what):
-    form = Format("bad", [b'{"a": 1, "b": [2, 3]}'], read, (KeyError,), rewrite=lambda value: b"{}")
+def test_a_bad_reader_is_found(read, rewrite, what, monkeypatch):
+    monkeypatch.setattr(fuzzing, "MOST_SECONDS", 0.01 if what.endswith("s$") else 10)
+    form = Format("bad", [b'{"a": 1, "b": [2, 3]}'], read, (KeyError,), rewrite=rewrite)
     with pytest.raises(AssertionError, match=what):
         run_cases(form, 20, seed=1)

@@ -4,13 +4,14 @@ import io
 
 import pytest
 
+from drafter.lookup import LookupDrafter
 from drafter.oracle import OracleDrafter
 from drafter.record import Cycle, Header
 from drafter.record_check import read_trace
 from drafter.replay import ReplayDrafter, recorded_proposals
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
-from mlx_flashnext.engine.recording import Recorder, TraceSettings
+from mlx_flashnext.engine.recording import BATCH, Recorder, TraceSettings
 from mlx_flashnext.engine.replay import replay_trace
 from mlx_flashnext.engine.sampler import SamplingParams
 from tests.tiny.checkpoints import build_mlx
@@ -69,6 +70,50 @@ def test_a_stream_that_fails_stops_the_recording_and_not_the_answer(engine):
     recorder = Recorder(Full(), settings(engine))
     assert answer(engine, PARAMS[0], recorder) == answer(engine, PARAMS[0])
     assert "No space left" in recorder.failure
+
+
+def test_recording_waits_for_the_device_no_more_often(engine):
+    def syncs(recorder: Recorder | None) -> int:
+        before = engine.target.sync.num_syncs
+        answer(engine, PARAMS[1], recorder, drafter=LookupDrafter(512))
+        return engine.target.sync.num_syncs - before
+
+    assert syncs(Recorder(io.BytesIO(), settings(engine))) == syncs(None)
+
+
+def test_what_a_recorder_reads_was_submitted_a_cycle_ago(engine, monkeypatch):
+    """It reads a cycle's arrays when the next one has ended: nothing is left to wait for by then."""
+    events: list[str] = []
+    for name in ("_keep", "_read_pending"):
+        monkeypatch.setattr(Recorder, name, noted(getattr(Recorder, name), events))
+    answer(engine, PARAMS[0], Recorder(io.BytesIO(), settings(engine)))
+    assert events == ["_read_pending", *["_keep", "_read_pending"] * (len(events) // 2)]
+
+
+def noted(method, events: list[str]):
+    def call(*arguments):
+        events.append(method.__name__)
+        return method(*arguments)
+
+    return call
+
+
+def test_lines_are_made_of_many_cycles_at_once_and_all_of_them_by_the_end(engine):
+    class Counted(io.BytesIO):
+        num_writes = 0
+
+        def write(self, data) -> int:
+            self.num_writes += 1
+            return super().write(data)
+
+    stream = Counted()
+    session = engine.session(recorder=Recorder(stream, settings(engine)))
+    events = session.generate(PROMPT, PARAMS[0], max_tokens=BATCH + 4)
+    writes = [stream.num_writes for event in events if isinstance(event, Token)]
+    head = writes[0]  # header, request and prompt, with the first cycle
+    assert writes == [head] * BATCH + [head + BATCH] * 4
+    stream.seek(0)
+    assert sum(isinstance(line, Cycle) for line in read_trace(stream)) == BATCH + 4
 
 
 def test_an_answer_given_up_has_its_end(engine):
