@@ -16,7 +16,7 @@ Documents of the held-out split are not touched. Every twelfth training document
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import mlx.core as mx
 import numpy as np
@@ -147,6 +147,7 @@ def train_near(
     routes: list[NDArray[np.uint16]] = []
     aside: list[NDArray[np.bool_]] = []
     num_rows, infos = 0, captures.of_split(TRAIN)[: request.num_documents]
+    kept_aside = put_aside(infos)
     for number, info in enumerate(infos):
         if num_rows >= request.num_rows:
             infos = infos[:number]
@@ -155,16 +156,16 @@ def train_near(
         for layer, read in near_reads(engine, document.tokens.tolist()).items():
             reads.setdefault(layer, []).append(read)
         routes.append(document.routes)
-        aside.append(np.full(len(document.routes), is_aside(info)))
+        aside.append(np.full(len(document.routes), info.key in kept_aside))
         num_rows += len(document.routes)
         progress("reading", min(num_rows, request.num_rows), request.num_rows)
     layers = tuple(sorted(reads))
     places = [captures.identity.route_layers.index(layer) for layer in layers]
-    whole, put_aside = np.concatenate(routes)[:, places], np.concatenate(aside)
+    whole, is_aside = np.concatenate(routes)[:, places], np.concatenate(aside)
     stacked = np.stack([np.concatenate(reads[layer]) for layer in layers])
     config = engine.config
     arrays = fit_near(
-        stacked, whole, put_aside, layers, config.num_experts, settings,
+        stacked, whole, is_aside, layers, config.num_experts, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
     )  # fmt: skip
     document = NearDocument(
@@ -180,9 +181,9 @@ def train_near(
         lineage=_lineage(
             captures,
             infos,
-            int((~put_aside).sum()),
+            int((~is_aside).sum()),
             0,
-            int(put_aside.sum()),
+            int(is_aside.sum()),
             settings.num_steps,
             settings.seed,
         ),
@@ -217,18 +218,18 @@ def train_sidecar(
     check_features(draft.config, captures, draft.contraction)
     _check_routes(engine, captures)
     infos = captures.of_split(TRAIN)[: request.num_documents]
-    generator = np.random.default_rng((request.seed, 5))
+    generator, kept_aside = np.random.default_rng((request.seed, 5)), put_aside(infos)
     train: list[SidecarRows] = []
     aside: list[SidecarRows] = []
     survival = np.zeros((2, draft.config.block_size))
     for number, info in enumerate(infos):
         document = captures.read(info)
         rows = clean_rows(engine, draft, document, number, request.num_anchors, generator)
-        (aside if is_aside(info) else train).append(rows)
+        (aside if info.key in kept_aside else train).append(rows)
         if number < request.num_candidates:
             paths = served_paths(engine, document, _params(captures))
             rows, kept = candidate_rows(engine, draft, document, number, paths)
-            (aside if is_aside(info) else train).append(rows)
+            (aside if info.key in kept_aside else train).append(rows)
             survival += kept
         progress("documents", number + 1, len(infos))
     sizes = SidecarSizes(
@@ -239,13 +240,13 @@ def train_sidecar(
         config.num_experts,
         identity.top_k,
     )
-    clean, put_aside = joined(train), joined(aside)
-    table = table_of(engine, clean, put_aside)
+    learnt, calibrating = joined(train), joined(aside)
+    table = table_of(engine, learnt, calibrating)
     arrays = fit_sidecar(
-        clean, put_aside, survival_of(survival), sizes, table, settings,
+        learnt, calibrating, survival_of(survival), sizes, table, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
     )  # fmt: skip
-    num_candidates = int(clean.is_candidate.sum())
+    num_candidates = int(learnt.is_candidate.sum())
     document = SidecarDocument(
         tensors_digest="",
         router_digest=route_facts(engine.checkpoint).router_digest,
@@ -261,9 +262,9 @@ def train_sidecar(
         lineage=_lineage(
             captures,
             infos,
-            len(clean) - num_candidates,
+            len(learnt) - num_candidates,
             num_candidates,
-            len(put_aside),
+            len(calibrating),
             settings.num_steps,
             settings.seed,
         ),
@@ -278,9 +279,10 @@ def table_of(engine: Engine, *parts: SidecarRows) -> EmbeddingTable:
     return EmbeddingTable(ids, lambda some: np.array(view.embed(mx.array(some)).astype(mx.float32)))
 
 
-def is_aside(info: DocumentInfo) -> bool:
-    """Return whether a training document is for calibration alone, by its key."""
-    return int(info.key[8:16], 16) % ASIDE_EVERY == 0
+def put_aside(infos: Sequence[DocumentInfo]) -> frozenset[str]:
+    """Return the keys of the training documents that are for calibration alone: by hash, at least one."""
+    found = frozenset(info.key for info in infos if int(info.key[8:16], 16) % ASIDE_EVERY == 0)
+    return found or frozenset(sorted(info.key for info in infos)[:1])
 
 
 def survival_of(counts: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -442,8 +444,7 @@ def _rows(
 
 
 def _half(array: mx.array) -> NDArray[np.float16]:
-    found: NDArray[np.float16] = np.array(array.astype(mx.float16))
-    return found
+    return cast("NDArray[np.float16]", np.array(array.astype(mx.float16)))
 
 
 def _params(captures: CaptureSet) -> SamplingParams:

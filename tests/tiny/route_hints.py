@@ -41,7 +41,7 @@ def write_near(model: Path, *, cut: float = 0.0, seed: int = 0) -> Path:
     return place
 
 
-def write_sidecar(draft: Path, model: Path, *, cut: float = 0.0, seed: int = 0, num_slots: int = 4) -> Path:
+def write_sidecar(draft: Path, model: Path, *, cut: float = 0.0, seed: int = 0, num_slots: int = 8) -> Path:
     """Write a sidecar into a draft's directory and return its own."""
     checkpoint, place = open_checkpoint(model), draft / "sidecar"
     config, draws = checkpoint.config, np.random.default_rng(seed)
