@@ -157,18 +157,16 @@ def test_readers_and_device_under_load_neither_hang_nor_differ(model):
         return ThrottledSource(source, latency_s=0.0002)
 
     with open_tiny(model, slots=16) as engine:
-        expected, _ = answer(engine, 40)
+        expected, _ = answer(engine, 24)
     drafter = OracleDrafter([*prompt_of(20), *expected], VOCAB, error_rate=0.3)
     request = PlanRequest(
         context_tokens=128, slots_per_layer=6, num_readers=8, draft="oracle", num_draft_tokens=3
     )
     with Engine.open(model, request, wrap_source=jumpy) as engine:
-        for seed in range(2):
-            layers = dict.fromkeys(range(NUM_LAYERS), NUM_EXPERTS)
-            hints = Hints(Random(layers, NUM_EXPERTS, seed=seed), NUM_LAYERS)
-            got, _ = answer(engine, 40, drafter=drafter, is_guarded=False, hints=hints)
-            assert got == expected
-            assert hints.num_guesses > 0
+        hints = Hints(Random(dict.fromkeys(range(NUM_LAYERS), NUM_EXPERTS), NUM_EXPERTS), NUM_LAYERS)
+        got, _ = answer(engine, 24, drafter=drafter, is_guarded=False, hints=hints)
+    assert got == expected
+    assert hints.num_guesses > 0
 
 
 @pytest.mark.parametrize("draft", ["lookup", "mtp", "oracle"])
