@@ -171,3 +171,19 @@ def test_flags_of_a_drafter_that_is_not_there_are_refused(model, words, flag):
     assert result.exit_code == 2
     assert f"Nothing reads {flag} with --draft none" in result.stderr
     assert f"hint: --draft lookup {flag}" in result.stderr
+
+
+def test_a_run_leaves_what_it_used_to_the_next_one_unless_told_not_to(model, tmp_path, monkeypatch):
+    folder = tmp_path / "popularity"
+    monkeypatch.setattr("cli.answer.popularity", lambda: folder)
+    words = ("run", "--model", model, "hello", "-m", "4", "--json", "--slots", "5")
+    cold = flashnext(*words, "--no-warm")
+    assert not folder.exists()
+    flashnext(*words)
+    (file,) = folder.iterdir()
+    left = file.read_bytes()
+    again = flashnext(*words, "--no-warm")
+    assert file.read_bytes() == left, "neither read nor written"
+    warm = flashnext(*words, "--seed", 1)
+    assert file.read_bytes() != left
+    assert [result.exit_code for result in (cold, again, warm)] == [0, 0, 0]
