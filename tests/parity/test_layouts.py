@@ -10,7 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_flashnext.checkpoint import open_checkpoint
 from mlx_flashnext.model.flashnext import FlashNext
+from tests.parity.test_streamed_equals_resident import run
 from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.engines import greedy, open_tiny, prompt_of
 from tests.tiny.stepping import advance
@@ -66,3 +68,18 @@ def test_the_streamed_answer_is_the_one_the_values_give(tmp_path: Path, name: st
     expected = reference_greedy(TinyModel.open(directory).model, prompt, 32)
     with open_tiny(directory, slots=6) as engine:
         assert greedy(engine, prompt, 32) == expected
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_streamed_logits_are_the_resident_ones_and_every_tensor_has_one_place(
+    tmp_path: Path, name: str
+) -> None:
+    directory, tokens = LAYOUTS[name](tmp_path / "model"), prompt_of(18)
+    checkpoint = open_checkpoint(directory)
+    names = [tensor for line in checkpoint.account() for tensor in line.names]
+    assert sorted(names) == sorted(checkpoint.table.tensors)
+    expected, state = run(TinyModel.open(directory).model, tokens, 18)
+    with open_tiny(directory, slots=5) as engine:
+        got, arrays = run(engine.target.model, tokens, 7, engine.target.experts)
+    assert mx.array_equal(got, expected)
+    assert all(mx.array_equal(arrays[part], state[part]) for part in state)
