@@ -1,7 +1,8 @@
 """How good guesses were, whatever became of their reads. Entry: `score`, over the passes of a run.
 
-Guesses are held against what their layer really chose in the pass that they were for: also those whose record
-was in memory, or that the store refused. So a predictor is judged apart from slots, queue and drive.
+Guesses are held against what their layer really chose in the pass that they were for: also those that were
+withheld, whose record was in memory, or that the store refused. So a predictor is judged apart from slots,
+queue and drive.
 
 Source: metrics.md, "Prediction".
 """

@@ -22,7 +22,7 @@ class Pass:
         num_rows: tokens in it.
         num_kept: rows that were committed; 0 while it runs, and for good if it failed.
         routes: the rows' experts by layer, in the order in which layers ran.
-        guesses: what was handed over while it ran: (layer, expert, confidence, passes ahead).
+        guesses: what was guessed while it ran: (layer, expert, confidence, passes ahead).
         committed_ns: when it was committed, on the clock of `time.perf_counter_ns`.
     """
 
@@ -53,7 +53,7 @@ class RouteLog:
         self.passes[-1].routes[layer] = [list(row) for row in ids_TK]
 
     def guessed(self, guesses: Guesses) -> None:
-        """Note what was handed over; not to be changed any more."""
+        """Note what was guessed, handed over or not; not to be changed any more."""
         self.passes[-1].guesses.append(guesses)
 
     def commit(self, num_rows: int) -> None:
