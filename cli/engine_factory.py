@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.draft_report_run import DraftReport
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
+    from mlx_flashnext.engine.golden import GoldenCheck
     from mlx_flashnext.engine.machine import Machine
     from mlx_flashnext.engine.pack_gain import PackGain
     from mlx_flashnext.engine.plan import Plan, PlanRequest
@@ -192,6 +193,13 @@ def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Che
     return checkpoint, examine(checkpoint, detect_machine(), progress=progress)
 
 
+def _check_golden(directory: Path, kept: Path, progress: Progress) -> GoldenCheck:
+    from mlx_flashnext.engine.golden import check_golden
+    from mlx_flashnext.engine.machine import detect_machine
+
+    return check_golden(directory, detect_machine(), kept, progress)
+
+
 def _pack_checkpoint(directory: Path, target: Path, progress: Progress) -> Packed:
     from mlx_flashnext.packing import pack_checkpoint
 
@@ -265,6 +273,7 @@ class Services:
     make_plan: Callable[[Path, PlanRequest], Planned] = _make_plan
     examine: Callable[[Path, Callable[[int, int], None]], tuple[Checkpoint, Examination]] = _examine
     measure_drive: Callable[[Path], float | None] = _measure_drive
+    check_golden: Callable[[Path, Path, Progress], GoldenCheck] = _check_golden
     pack_checkpoint: Callable[[Path, Path, Progress], Packed] = _pack_checkpoint
     verify_pack: Callable[[Path, Progress], Verified] = _verify_pack
     measure_pack_gain: Callable[[Path, Path, Progress], PackGain] = _measure_pack_gain

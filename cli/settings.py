@@ -49,6 +49,13 @@ def popularity() -> Path:
     return user_cache_path("flashnext") / "popularity"
 
 
+def goldens() -> Path:
+    """Return the directory in which doctor keeps what models said the first time."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("flashnext") / "goldens"
+
+
 def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether progress may be shown at all."""
     return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"

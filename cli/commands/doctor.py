@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.console import Console, as_json_value, counted, size
+from cli.doctor_health import health_document, show_health
 from cli.engine_factory import Services
-from cli.errors import OK
+from cli.errors import DAMAGED, OK, describe
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel, chosen_model
 from cli.options import ModelOptions
+from cli.settings import goldens
 
 if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint
     from mlx_flashnext.engine.doctor import DiskLine, Examination
+    from mlx_flashnext.engine.golden import GoldenCheck
 
 
 def doctor(
@@ -23,25 +26,57 @@ def doctor(
     target: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
     ] = None,
+    golden: Annotated[
+        bool,
+        typer.Option(
+            "--golden/--no-golden",
+            help="Load the model, say 32 greedy tokens and compare them with those of the first time.",
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """Examine this machine: memory, versions, backend, and the drive under the model.
+    """Examine this machine: memory, swap, power, versions, backend, the drive under the model, and the model.
 
-    The drive is read as a run reads it: records of the model's own size, several at once. Nothing is
-    loaded or written. What could not be measured here is listed.
+    The drive is read as a run reads it: records of the model's own size, several at once. What could not be
+    measured here is listed. Exit code 5 means that the model no longer says what it said the first time.
     """
     services: Services = context.obj
     found = chosen_model(target, model.model)
+    from mlx_flashnext.engine.errors import EngineError
+    from mlx_flashnext.engine.surroundings import look_around
+
     with Interrupts():
         checkpoint, seen = services.examine(
             found.directory, lambda done, total: console.progress("reading the drive", done, total)
         )
+        console.end_progress()
+        around = look_around(found.directory)
+        check, problem = _checked(services, found, console) if golden else (None, None)
     console.end_progress()
+    why_none = "left out" if problem is None else describe(problem).message
     if json:
-        console.document(_report(found, checkpoint, seen))
+        document = _report(found, checkpoint, seen)
+        console.document({**document, **health_document(around, check, why_none)})
     else:
         _show(console, found, checkpoint, seen)
-    return OK
+        show_health(console, around, check, why_none)
+    if problem is not None and not isinstance(problem, EngineError):
+        return describe(problem).code  # it does not load, as the golden's line says
+    return DAMAGED if check is not None and check.outcome == "differs" else OK
+
+
+def _checked(
+    services: Services, found: FoundModel, console: Console
+) -> "tuple[GoldenCheck | None, Exception | None]":
+    """Return the golden, or why there is none: a machine that is too small is still examined."""
+    from expert_store.errors import StoreError
+    from mlx_flashnext.engine.errors import EngineError
+    from mlx_flashnext.errors import ModelError
+
+    try:
+        return services.check_golden(found.directory, goldens(), console.progress), None
+    except (EngineError, ModelError, StoreError) as error:
+        return None, error
 
 
 def _show(console: Console, found: FoundModel, checkpoint: "Checkpoint", seen: "Examination") -> None:

@@ -10,7 +10,7 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import psutil
@@ -118,6 +118,29 @@ def detect_machine() -> Machine:
         imports_bytes=resident_bytes(),
         cache_bytes=(256 if on_metal else 8) * MIB,
     )
+
+
+def swap_bytes() -> tuple[int, int]:
+    """Return the bytes of swap in use and in all."""
+    swap = psutil.swap_memory()
+    return int(swap.used), int(swap.total)
+
+
+def is_on_battery() -> bool | None:
+    """Return whether the machine runs on its battery; None where it has none."""
+    battery = cast("Any", psutil).sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def filesystem_of(path: Path) -> tuple[str, str]:
+    """Return the kind of file system that a path lies on, "" if nobody knows, and where that is mounted."""
+    real = path.resolve()
+    best = ("", "/")
+    for partition in psutil.disk_partitions(all=True):
+        mount = Path(partition.mountpoint)
+        if real.is_relative_to(mount) and (not best[0] or len(mount.parts) >= len(Path(best[1]).parts)):
+            best = (partition.fstype, partition.mountpoint)
+    return best
 
 
 def mac_of(total_gib: int) -> Machine:

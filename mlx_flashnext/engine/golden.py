@@ -1,0 +1,169 @@
+"""The first 32 greedy tokens of a model on this machine, kept and compared. Entry: `check_golden`.
+
+A pack that loads and answers nonsense, and an update that changes what a model says, look alike from outside:
+text comes. So the tokens of one fixed prompt are kept the first time and compared with those of later times.
+The first golden proves nothing by itself: it is a fixed point, and its text is shown for a person to judge.
+
+Greedy tokens are the same for every number of slots on the CPU backend. Elsewhere, and between versions of
+MLX, they may part at a near tie: the file says what it is of, and is replaced when that changes.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.engine.conditions import version_of
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.errors import BudgetTooSmall, MissingDrafter
+from mlx_flashnext.engine.events import Finished, Token
+from mlx_flashnext.engine.machine import Machine
+from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.sampler import SamplingParams
+
+FORMAT = "flashnext-golden"
+VERSION = 1
+PROMPT: Final = "The three primary colours are red, yellow and"
+NUM_TOKENS: Final = 32
+CONTEXT_TOKENS: Final = 256
+Outcome = Literal["kept", "same", "differs", "new conditions"]
+
+
+class Golden(msgspec.Struct, frozen=True):
+    """What was said once, and under which conditions.
+
+    Attributes:
+        model_digest: of the checkpoint.
+        backend: `cpu` or `metal`.
+        mlx: version.
+        slots_per_layer: 0 on the CPU backend, where they change nothing.
+        prompt: token ids.
+        tokens: the greedy continuation.
+        text: the same for people.
+    """
+
+    format: str
+    version: int
+    model_digest: str
+    backend: str
+    mlx: str
+    slots_per_layer: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+
+    @property
+    def conditions(self) -> tuple[object, ...]:
+        """Return what must be the same for the tokens to be comparable."""
+        made = self.model_digest, self.backend, self.mlx, self.slots_per_layer
+        return self.format, self.version, *made, self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenCheck:
+    """What comparing came to.
+
+    Attributes:
+        outcome: `kept` the first time; `same`; `differs`; `new conditions` where the file was of another
+            backend, version or prompt and was replaced.
+        golden: of now.
+        num_same: leading tokens that are those of the file.
+        path: of the file.
+        num_proposed: tokens that the model's own next-token module proposed meanwhile; 0 if it has none.
+        num_accepted: of those, the ones that were right. Where the module was converted wrongly it is near 0
+            (FIELD P42).
+    """
+
+    outcome: Outcome
+    golden: Golden
+    num_same: int
+    path: Path
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether it says one token over and over, as broken packs do."""
+        return len(set(self.golden.tokens)) <= 2
+
+
+def check_golden(
+    model: Path,
+    machine: Machine,
+    directory: Path,
+    progress: Callable[[str, int, int], None] = lambda _stage, _done, _total: None,
+) -> GoldenCheck:
+    """Load a model, say its golden and compare it with the one that is kept; keep it if there is none.
+
+    Args:
+        model: directory of the checkpoint.
+        machine: this one.
+        directory: where goldens are kept, one a model.
+        progress: as of `Engine.open`.
+
+    Raises:
+        StoreError: a record could not be read.
+        EngineError: the model does not fit.
+        OSError: the file cannot be read or written.
+    """
+    has_mtp = open_checkpoint(model).mtp_experts is not None
+    try:
+        engine = _open(model, machine, "mtp" if has_mtp else "none", progress)
+    except (BudgetTooSmall, MissingDrafter):
+        engine = _open(model, machine, "none", progress)
+    with engine:
+        prompt = tuple(engine.tokenizer.encode(PROMPT)) or (0,)
+        said, proposed, accepted = _greedy(engine, prompt)
+        slots = 0 if machine.backend == "cpu" else engine.plan.slots_per_layer
+        text = engine.tokenizer.decode(said)
+        digest, mlx = engine.checkpoint.digest, version_of("mlx")
+    golden = Golden(FORMAT, VERSION, digest, machine.backend, mlx, slots, prompt, said, text)
+    path = directory / f"{digest[:32]}.json"
+    kept = _load(path)
+    outcome: Outcome = "same"
+    num_same = len(said)
+    if kept is None or kept.conditions != golden.conditions:
+        _save(path, golden)
+        outcome = "kept" if kept is None else "new conditions"
+    elif kept.tokens != said:
+        outcome = "differs"
+        pairs = enumerate(zip(kept.tokens, said, strict=False))
+        num_same = next((at for at, (one, other) in pairs if one != other), min(len(kept.tokens), len(said)))
+    return GoldenCheck(outcome, golden, num_same, path, proposed, accepted)
+
+
+def _open(model: Path, machine: Machine, draft: str, progress: Callable[[str, int, int], None]) -> Engine:
+    request = PlanRequest(context_tokens=CONTEXT_TOKENS, draft=draft, num_snapshots=0)
+    return Engine.open(model, request, machine=machine, progress=progress)
+
+
+def _greedy(engine: Engine, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """Return the continuation, and how many tokens were proposed and accepted on the way."""
+    said: list[int] = []
+    proposed = accepted = 0
+    session = engine.session(is_guarded=False)
+    for event in session.generate(prompt, SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS):
+        if isinstance(event, Token):
+            said.append(event.token_id)
+        elif isinstance(event, Finished):
+            proposed, accepted = event.statistics.draft.num_proposed, event.statistics.draft.num_accepted
+    return tuple(said), proposed, accepted
+
+
+def _load(path: Path) -> Golden | None:
+    """Return the golden of a file; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Golden)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _save(path: Path, golden: Golden) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")  # two processes may do this at once
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(golden), indent=1))
+    fresh.replace(path)
