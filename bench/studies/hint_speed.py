@@ -1,150 +1,214 @@
 """What do hints gain, what do they cost where they gain nothing, and what bounds them?
 
-    python -m bench.studies.hint_speed roofline [--model DIR] [--tokens 16] [--rounds 5] [--factors 0.5,1,2]
-    python -m bench.studies.hint_speed resident [--model DIR] [--tokens 16] [--rounds 5]
+    python -m bench.studies.hint_speed roofline [--factors 1] [--slots 16] [--rounds 6]
+    python -m bench.studies.hint_speed resident [--tokens 16] [--rounds 5]
 
 `roofline`: a simulated disk whose storage bound without hints at the 25 % budget equals the compute bound,
 and slower and faster ones by the factors. Bars: attainment with oracle hints 0.85; random hints cost at most
-1 %; the wait for n-gram rows is below 1 % of a token. near-gate is reported beside them.
+1 %; the wait for n-gram rows is below 1 % of a token. near-gate is reported beside them. Attainment is the
+greater of the compute bound (every expert resident, measured in the same round) and the storage bound (bytes
+of the records that were needed and absent, at the disk's rate) over the time measured.
 
 `resident`: one slot short of every expert, warmed, with books and prefetcher, with and without near-gate,
 against a model whose experts are all resident. Bar: 0.95 of its decode rate.
 
-Hints are compared in one engine, forwards and backwards in turns (A/B/B/A); ratios are medians over rounds
-with their spread. The last line of stdout is one JSON document.
+Everything runs in one process, forwards and backwards in turns (A/B/B/A); ratios are medians over rounds with
+their spread. With --model and --routes another checkpoint decodes with the routes of a recorded run: see
+`replayed_routes`. The last line of stdout is one JSON document.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from expert_store.source import ByteSource
-from expert_store.testing import ThrottledSource
+from bench.studies import replayed_routes
+from bench.studies.turns import (
+    Contender,
+    Dial,
+    Recorded,
+    Turn,
+    Turns,
+    attained,
+    causes,
+    in_turns,
+    median_of,
+    ratios,
+    record,
+)
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.machine import detect_machine
+from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.measure import answer
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
-from mlx_flashnext.engine.ssd_wait import VariantReport
-from mlx_flashnext.engine.ssd_wait_run import Asked, measure_ssd_wait
+from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.tokenizer import Tokenizer
 
 ATTAINED, RANDOM_COST, NGRAM_SHARE, RESIDENT = 0.85, 1.01, 0.01, 0.95
 MAX_WARM_UPS = 20
-BASE = "off"
+HINTS = ("off", "random", "near-gate", "oracle")
 
 
-def asked_of(
-    options: argparse.Namespace, bytes_per_s: float | None, hints: Sequence[str], rounds: int
-) -> Asked:
-    """Return what is measured on a simulated disk, or on the page cache when no rate is given."""
-    model: Path = options.model or demo_dir()
-    prompts = chat_prompts(model, Tokenizer.open(model), demo_tasks()[: options.prompts])
+class Bench:
+    """Engines of one checkpoint with different budgets, the drive under them, and what they are to say."""
 
-    def throttled(source: ByteSource) -> ByteSource:
-        return ThrottledSource(source, bytes_per_s=bytes_per_s)
+    def __init__(self, options: argparse.Namespace, resources: contextlib.ExitStack) -> None:
+        self._model: Path = options.model or demo_dir()
+        self._options = options
+        self._resources = resources
+        self._dials: list[Dial] = []
+        self._routes = None if options.routes is None else replayed_routes.load(options.routes)
+        prompts = self._prompts()
+        self._context = max(map(len, prompts)) + options.tokens + 1
+        with self.closed(options.quarter) as probe:
+            self.num_experts = probe.plan.num_experts
+            self.recorded: list[Recorded] = [record(probe, prompt, options.tokens) for prompt in prompts]
+        self._dials.clear()
 
-    return Asked(
-        directory=model,
-        label=model.name,
-        request=PlanRequest(context_tokens=max(map(len, prompts)) + options.tokens + 1),
-        slots=options.slots,
-        drafts=[("none", 0)],
-        hints=hints,
-        prompts=prompts,
-        prompt_set=CHAT_SET,
-        num_tokens=options.tokens,
-        repetitions=rounds,
-        page_cache="warm",
-        disk="page cache" if bytes_per_s is None else f"simulated disk: {bytes_per_s / 1e6:.2f} MB/s",
-        wrap_source=throttled,
-    )
+    def open(self, slots: int) -> Engine:
+        """Open an engine that lives as long as the bench."""
+        return self._resources.enter_context(self.closed(slots))
 
+    def closed(self, slots: int) -> Engine:
+        """Open an engine that the caller closes."""
+        dial = Dial()
+        request = PlanRequest(
+            memory_bytes=self._options.memory, context_tokens=self._context, slots_per_layer=slots
+        )
+        engine = Engine.open(self._model, request, wrap_source=dial.wrap)
+        self._dials.append(dial)
+        if self._routes is not None:
+            replayed_routes.install(engine, self._routes)
+        return engine
 
-def median_ratio(one: VariantReport) -> tuple[float, float, float]:
-    return statistics.median(one.ratios), min(one.ratios), max(one.ratios)
+    def throttle(self, bytes_per_s: float | None) -> None:
+        """Set the rate of every drive."""
+        for dial in self._dials:
+            dial.turn(bytes_per_s)
+
+    def _prompts(self) -> list[list[int]]:
+        if self._routes is not None:
+            return [[300 + 7 * number for number in range(4)]]
+        return chat_prompts(self._model, Tokenizer.open(self._model), demo_tasks()[: self._options.prompts])
 
 
 def roofline(options: argparse.Namespace) -> dict[str, object]:
     """Measure the bars of a disk that is as slow as computing, and of others."""
-    base = measure_ssd_wait(asked_of(options, None, ["off"], options.rounds), detect_machine()).variants[0]
-    matched = base.required_bytes / base.bounds.compute_ns * 1e9
-    print(
-        f"without hints, {base.variant.slots} experts: {base.required_bytes / 1e3:.0f} kB a token, computing "
-        f"{base.bounds.compute_ns / 1e6:.1f} ms: the bounds meet at {matched / 1e6:.2f} MB/s (simulated disk)"
-    )
-    found: list[dict[str, object]] = []
-    for factor in options.factors:
-        asked = asked_of(options, matched * factor, [BASE, "random", "near-gate", "oracle"], options.rounds)
-        for one in measure_ssd_wait(asked, detect_machine()).variants:
-            ratio, low, high = median_ratio(one)
-            ngram = one.waits.ngram / one.token_ns
-            print(
-                f"{factor:g}x {one.variant.slots:3} experts {one.variant.hints:9} {one.token_ns / 1e6:7.1f} "
-                f"ms, {ratio:.3f} [{low:.3f} to {high:.3f}] of no hints, attained {one.attainment or 0:.2f}, "
-                f"waited {one.exposed_wait_ns / 1e6:.1f} ms (late {one.waits.late_hint / 1e6:.1f}, queue "
-                f"{one.waits.queueing / 1e6:.1f}), n-gram {100 * ngram:.1f} %, prefetched "
-                f"{100 * (one.prefetched_recall or 0):.0f} %, read {one.physical_bytes / 1e3:.0f} kB",
-                flush=True,
-            )
-            found.append(
-                {
-                    "factor": factor,
-                    "slots": one.variant.slots,
-                    "hints": one.variant.hints,
-                    "token_ms": one.token_ns / 1e6,
-                    "compute_ms": one.bounds.compute_ns / 1e6,
-                    "storage_ms": (one.storage_ns or 0.0) / 1e6,
-                    "ratio": [ratio, low, high],
-                    "attained": one.attainment,
-                    "ngram_share": ngram,
-                    "waits_ms": {
-                        name: getattr(one.waits, name) / 1e6
-                        for name in ("cold", "evicted", "late_hint", "other", "ngram", "queueing")
-                    },
-                    "prefetched": one.prefetched_recall,
-                    "physical_bytes": one.physical_bytes,
-                }
-            )
+    with contextlib.ExitStack() as resources:
+        bench = Bench(options, resources)
+        turns = Turns(bench.recorded, options.tokens)
+        whole = Contender("resident", bench.open(bench.num_experts))
+        quarter = Contender("off", bench.open(options.quarter))
+        matched = compute_ns = required = 0.0
+        for _ in range(2):  # a processor that sleeps between reads computes at another pace: ask it again
+            bench.throttle(matched or None)
+            base = in_turns([whole, quarter], turns, options.match_rounds)
+            compute_ns = median_of(base["resident"]).token_ns
+            required = median_of(base["off"]).required_bytes
+            matched = required / compute_ns * 1e9
+        print(
+            f"without hints, {options.quarter} of {bench.num_experts} experts: {required / 1e3:.0f} kB a "
+            f"token, computing {compute_ns / 1e6:.1f} ms: the bounds meet at {matched / 1e6:.2f} MB/s "
+            "(simulated disk)"
+        )
+        found: list[dict[str, object]] = []
+        for slots in options.slots:
+            engine = {bench.num_experts: whole.engine, options.quarter: quarter.engine}.get(slots)
+            engine = engine or bench.open(slots)
+            contenders = [whole, *(Contender(f"{slots} {name}", engine, name) for name in options.hints)]
+            for factor in options.factors:
+                bench.throttle(matched * factor)
+                shown = in_turns(contenders, turns, options.rounds, max_seconds=options.seconds)
+                found += [_row(factor, slots, one, shown, matched * factor) for one in contenders[1:]]
+            bench.throttle(None)
     return {"matched_bytes_per_s": matched, "rows": found, "bars": [ATTAINED, RANDOM_COST, NGRAM_SHARE]}
+
+
+def _row(
+    factor: float, slots: int, one: Contender, shown: dict[str, list[Turn]], bytes_per_s: float
+) -> dict[str, object]:
+    """Print and return one variant."""
+    turns, resident = shown[one.name], shown["resident"]
+    middle = median_of(turns)
+    ratio = ratios(turns, shown[f"{slots} off"])
+    reached = attained(turns, resident, bytes_per_s)
+    storage_ns = middle.required_bytes / bytes_per_s * 1e9
+    compute_ns = median_of(resident).token_ns
+    ngram = middle.ngram_ns / middle.token_ns
+    print(
+        f"{factor:g}x {slots:3} experts {one.hints:9} {middle.token_ns / 1e6:7.1f} ms (computing "
+        f"{compute_ns / 1e6:.1f}, reading {storage_ns / 1e6:.1f}), {ratio[0]:.3f} [{ratio[1]:.3f} to "
+        f"{ratio[2]:.3f}] of no hints, attained {reached[0]:.2f} [{reached[1]:.2f} to {reached[2]:.2f}], "
+        f"waited {middle.wait_ns / 1e6:.1f} ms ({causes(middle)}), n-gram {100 * ngram:.2f} %, prefetched "
+        f"{100 * middle.prefetched:.0f} %, read {middle.physical_bytes / 1e3:.0f} kB, {len(turns)} rounds",
+        flush=True,
+    )
+    return {
+        "factor": factor, "slots": slots, "hints": one.hints, "rounds": len(turns),
+        "token_ms": middle.token_ns / 1e6, "compute_ms": compute_ns / 1e6, "storage_ms": storage_ns / 1e6,
+        "ratio": ratio, "attained": reached, "ngram_share": ngram,
+        "waits_ms": {name: value / 1e6 for name, value in middle.waits_ns.items()},
+        "prefetched": middle.prefetched, "physical_bytes": middle.physical_bytes,
+    }  # fmt: skip
 
 
 def resident(options: argparse.Namespace) -> dict[str, object]:
     """Measure what streaming with everything on costs when it never misses."""
-    model: Path = options.model or demo_dir()
-    with Engine.open(model, PlanRequest(context_tokens=256)) as probe:
-        num_experts = probe.plan.num_experts
-    prompt = chat_prompts(model, Tokenizer.open(model), demo_tasks()[:1])[0]
-    request = PlanRequest(context_tokens=len(prompt) + options.tokens + 1, slots_per_layer=num_experts)
-    near = PlanRequest(request.memory_bytes, request.context_tokens, num_experts - 1)
+    with contextlib.ExitStack() as resources:
+        bench = Bench(options, resources)
+        whole = bench.open(bench.num_experts)
+        streamed = bench.open(bench.num_experts - 1)
+        return _resident(options, bench, whole, streamed)
+
+
+def _resident(
+    options: argparse.Namespace, bench: Bench, whole: Engine, streamed: Engine
+) -> dict[str, object]:
+    prompt, num_layers = bench.recorded[0].prompt, whole.config.num_hidden_layers
+    for _ in range(MAX_WARM_UPS):
+        if answer(streamed.session(), prompt, options.tokens).hit_rate == 1.0:
+            break
+    answer(whole.session(), prompt, options.tokens)
     found: dict[str, list[float]] = {"off": [], "near-gate": []}
-    with Engine.open(model, request) as whole, Engine.open(model, near) as streamed:
-        for _ in range(MAX_WARM_UPS):
-            if answer(streamed.session(), prompt, options.tokens).hit_rate == 1.0:
-                break
-        answer(whole.session(), prompt, options.tokens)
-        for number in range(options.rounds):
-            times = {"resident": 0, "off": 0, "near-gate": 0}
-            for name in ("resident", "off", "near-gate", "near-gate", "off", "resident"):
-                engine = whole if name == "resident" else streamed
-                hints = None if name == "resident" else engine.new_hints(name)
-                times[name] += answer(engine.session(hints=hints), prompt, options.tokens).decode_ns
-            for name, ratios in found.items():
-                ratios.append(times["resident"] / times[name])
-            shown = ", ".join(f"{name} {ratios[-1]:.3f}" for name, ratios in found.items())
-            print(f"round {number + 1}: {shown}", flush=True)
-        read = streamed.target.store.statistics()
-    for name, ratios in found.items():
-        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+    asked = {name: streamed.new_hints(name) for name in found}  # kept: what was learned stays known
+    for _ in range(options.rounds):
+        times = {"resident": 0, "off": 0, "near-gate": 0}
+        for name in ("resident", "off", "near-gate", "near-gate", "off", "resident"):
+            engine = whole if name == "resident" else streamed
+            hints = asked.get(name) or Hints(None, num_layers)
+            times[name] += answer(engine.session(hints=hints), prompt, options.tokens).decode_ns
+        for name, rates in found.items():
+            rates.append(times["resident"] / times[name])
+    read = streamed.target.store.statistics()
+    for name, rates in found.items():
+        low, middle, high = statistics.quantiles(rates, n=4)
         print(
-            f"decode rate over resident, hints {name}: {middle:.3f} [{low:.3f} to {high:.3f}], bar {RESIDENT}"
+            f"decode rate over resident, hints {name}: {middle:.3f}, quartiles {low:.3f} to {high:.3f}, "
+            f"{len(rates)} rounds, bar {RESIDENT}"
         )
     outcomes = {outcome.name.lower(): number for outcome, number in read.hints.items() if number}
-    return {"experts": num_experts, "ratios": found, "bar": RESIDENT, "outcomes": outcomes}
+    return {"experts": bench.num_experts, "ratios": found, "bar": RESIDENT, "outcomes": outcomes}
+
+
+def numbers(kind: type) -> Callable[[str], list[object]]:
+    """Return a reader of numbers between commas."""
+    return lambda text: [kind(word) for word in text.split(",")]
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `Bench` reads."""
+    parser.add_argument("--model", type=Path, default=None, help="a checkpoint; the demo if left out")
+    parser.add_argument("--routes", type=Path, default=None, help="decode with these routes: replayed_routes")
+    parser.add_argument("--quarter", type=int, default=16, help="slots at which the bounds are to meet")
+    parser.add_argument("--memory", type=int, default=None, help="bytes that a plan may take")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--match-rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=100.0, help="stop a comparison early after so long")
 
 
 def main() -> None:
@@ -152,16 +216,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=["roofline", "resident"])
-    parser.add_argument("--model", type=Path, default=None, help="a checkpoint; the demo if left out")
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument(
-        "--slots", type=lambda text: [int(word) for word in text.split(",")], default=[16, 32]
-    )
-    parser.add_argument(
-        "--factors", type=lambda text: [float(word) for word in text.split(",")], default=[1.0, 0.5, 2.0]
-    )
+    add_bench_options(parser)
+    parser.add_argument("--slots", type=numbers(int), default=[16, 32, 64])
+    parser.add_argument("--factors", type=numbers(float), default=[1.0])
+    parser.add_argument("--hints", type=lambda text: text.split(","), default=list(HINTS))
     options = parser.parse_args()
     result = roofline(options) if options.part == "roofline" else resident(options)
     machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}

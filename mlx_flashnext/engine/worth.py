@@ -40,6 +40,7 @@ class Worth:
         self._right = [0.0] * (_LEVELS + 1)
         self._all = [0.0] * (_LEVELS + 1)
         self._total_right, self._total = _OPENING
+        self._is_good = [True] * (_LEVELS + 1)  # whether guesses of a level are let in
         # By deadline, which names pass and layer: expert, level, whether it was a try.
         self._open: dict[int, list[tuple[int, int, bool]]] = {}
         self._tried: set[tuple[int, int]] = set()
@@ -64,9 +65,7 @@ class Worth:
 
     def lets_in(self, deadline: int, expert: int, confidence: float) -> bool:
         """Return whether a guess may be handed over."""
-        level = _level(confidence)
-        overall = self._total_right / self._total
-        if self._right[level] + _PRIOR * overall >= LEAST_RIGHT * (self._all[level] + _PRIOR):
+        if self._is_good[_level(confidence)]:
             return True
         if self._tries_left > 0:
             self._tries_left -= 1
@@ -91,19 +90,26 @@ class Worth:
             return
         chosen = {expert for row in ids_TK for expert in row}
         for expert, level, is_try in guesses:
-            is_right = expert in chosen
-            if is_try:
-                self._num_tries = min(2 * self._num_tries, MAX_TRIES) if is_right else 1
-            self._right[level] += is_right
-            self._all[level] += 1
-            self._total_right += is_right
-            self._total += 1
-            if self._all[level] >= _REMEMBERED:
-                self._right[level] /= 2
-                self._all[level] /= 2
-            if self._total >= _REMEMBERED:
-                self._total_right /= 2
-                self._total /= 2
+            self._count(level, is_right=expert in chosen, is_try=is_try)
+        overall = _PRIOR * self._total_right / self._total
+        self._is_good = [
+            right + overall >= LEAST_RIGHT * (number + _PRIOR)
+            for right, number in zip(self._right, self._all, strict=True)
+        ]
+
+    def _count(self, level: int, *, is_right: bool, is_try: bool) -> None:
+        if is_try:
+            self._num_tries = min(2 * self._num_tries, MAX_TRIES) if is_right else 1
+        self._right[level] += is_right
+        self._all[level] += 1
+        self._total_right += is_right
+        self._total += 1
+        if self._all[level] >= _REMEMBERED:
+            self._right[level] /= 2
+            self._all[level] /= 2
+        if self._total >= _REMEMBERED:
+            self._total_right /= 2
+            self._total /= 2
 
 
 def _level(confidence: float) -> int:
