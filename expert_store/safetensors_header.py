@@ -130,7 +130,9 @@ def parse_json(text: bytes, name: str) -> JsonObject:
 def _decode_strict(header: bytes, name: str) -> dict[str, HeaderEntry]:
     """Decode any header slowly; raise with the name of what is wrong."""
     document = parse_json(header, name)
-    metadata = document.pop(_METADATA, JsonObject())
+    metadata = document.pop(_METADATA, None)
+    if metadata is None:  # MLX writes null where it was given none, and the format's own reader takes it
+        metadata = JsonObject()
     if not isinstance(metadata, JsonObject) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(f"Metadata is not a map of strings: {name}", file=name)
     entries: dict[str, HeaderEntry] = {}
