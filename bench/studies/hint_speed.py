@@ -72,11 +72,15 @@ class Bench:
         """Open an engine that lives as long as the bench."""
         return self._resources.enter_context(self.closed(slots))
 
-    def closed(self, slots: int) -> Engine:
+    def closed(self, slots: int, draft: str = "none", width: int = 0) -> Engine:
         """Open an engine that the caller closes."""
         dial = Dial()
         request = PlanRequest(
-            memory_bytes=self._options.memory, context_tokens=self._context, slots_per_layer=slots
+            memory_bytes=self._options.memory,
+            context_tokens=self._context + width,
+            slots_per_layer=slots,
+            draft=draft,
+            num_draft_tokens=width or None,
         )
         engine = Engine.open(self._model, request, wrap_source=dial.wrap)
         self._dials.append(dial)
