@@ -17,6 +17,7 @@ from cli.errors import UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel
 from cli.options import AnswerOptions, DraftOptions, HintOptions, MemoryOptions
+from cli.pulse import Pulse
 from cli.settings import popularity
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class Sink(Protocol):
     def prefill(self, done: int, total: int) -> None:
         """Take prefill progress."""
 
+    def waiting(self, waited_s: float, done: int, total: int) -> None:
+        """Take that the prompt is still being read; called from another thread, never beside another call."""
+
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
         """Take text that became final."""
 
@@ -88,6 +92,10 @@ class TextSink:
     def prefill(self, done: int, total: int) -> None:
         """Show progress if it takes a while."""
         self._console.progress("reading the prompt", done, total)
+
+    def waiting(self, waited_s: float, done: int, total: int) -> None:
+        """Show that time passes."""
+        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total)
 
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:  # noqa: ARG002  JSON lines show it
         """Write what is there."""
@@ -107,6 +115,11 @@ class LinesSink:
         """Report progress."""
         self._console.document({"event": "prefill", "done": done, "total": total}, in_one_line=True)
 
+    def waiting(self, waited_s: float, done: int, total: int) -> None:
+        """Report that it goes on."""
+        event = {"event": "waiting", "waited_s": round(waited_s, 3), "done": done, "total": total}
+        self._console.document(event, in_one_line=True)
+
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
         """Report a token, or text that became final after the last one."""
         event = {"event": "token", "token_id": token_id, "reasoning": reasoning, "text": answer}
@@ -123,6 +136,10 @@ class SilentSink:
     def prefill(self, done: int, total: int) -> None:
         """Show progress if it takes a while."""
         self._console.progress("reading the prompt", done, total)
+
+    def waiting(self, waited_s: float, done: int, total: int) -> None:
+        """Show that time passes."""
+        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total)
 
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
         """Keep quiet."""
@@ -160,11 +177,17 @@ def play(session: SessionLike, ask: Ask, sink: Sink, interrupts: Interrupts) -> 
         cancelled=interrupts.was_pressed,
         rule=ask.rule,
     )
-    with interrupts.polled(), closing(cast("_Closable", events)):
+    reached = (0, len(ask.prompt))
+    pulse = Pulse(lambda waited_s: sink.waiting(waited_s, *reached))
+    with interrupts.polled(), closing(cast("_Closable", events)), pulse:
         for event in events:
             if isinstance(event, PrefillProgress):
-                sink.prefill(event.done, event.total)
-            elif isinstance(event, Token):
+                with pulse.held():
+                    reached = (event.done, event.total)
+                    sink.prefill(event.done, event.total)
+                continue
+            pulse.stop()
+            if isinstance(event, Token):
                 take(splitter.feed(event.text), event.token_id)
             else:
                 take(splitter.feed(event.text), None)
