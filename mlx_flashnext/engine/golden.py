@@ -9,6 +9,7 @@ MLX, they may part at a near tie: the file says what it is of, and is replaced w
 """
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,7 @@ def _load(path: Path) -> Golden | None:
 
 def _save(path: Path, golden: Golden) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")  # two processes may do this at once
+    # Several may do this at once (FIELD P73): each writes a file of its own, the last one stays.
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     fresh.write_bytes(msgspec.json.format(msgspec.json.encode(golden), indent=1))
     fresh.replace(path)

@@ -69,6 +69,7 @@ def test_a_draft_that_nothing_would_read_is_refused(mlx, tmp_path, drafter):
     ],
 )
 def test_every_flag_shows_in_the_plan(mlx, flags, field, value):
+    """P56: no flag, the context's least of all, is read and then ignored."""
     result = flashnext("plan", mlx, "--json", *flags)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["plan"][field] == value

@@ -234,6 +234,7 @@ def test_an_abandoned_template_leaves_no_process():
 
 
 def test_a_killed_parent_takes_the_process_along(tmp_path):
+    """P56: no child outlives whoever started it."""
     script = (
         "from mlx_flashnext.text.template import ChatTemplate\n"
         "template = ChatTemplate('x')\ntemplate.variables()\n"
