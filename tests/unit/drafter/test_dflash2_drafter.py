@@ -288,6 +288,7 @@ def test_features_of_the_rows_reach_the_proposal() -> None:
 
 
 def test_places_without_a_row_do_not_show_whatever_they_hold() -> None:
+    """P38: unused places are poisoned."""
     session = Session().observe(9)
     before = values(session.propose())
     for ring in session.drafter._context._rings:
@@ -344,6 +345,7 @@ def test_a_snapshot_of_another_draft_is_refused_and_nothing_changes() -> None:
 
 
 def test_wrong_features_are_refused_and_nothing_changes() -> None:
+    """P39: four streams instead of one contracted row, among others."""
     session = Session().observe(20)
     before = values(session.propose())
     for shape in ((1, 95), (1, 97), (2, 96), (1, 4, 96)):
@@ -450,6 +452,7 @@ def test_overrides_follow_the_emitted_path(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_draft_that_is_never_right_is_disabled_and_a_hard_prompt_is_not() -> None:
+    """P36, defect 2."""
     never = LiveCounts(num_cycles=200, num_proposed=1400, num_accepted=9)
     assert [reason.code for reason in check_live(never)] == ["G22"]
     assert check_live(dataclasses.replace(never, num_cycles=199)) == ()

@@ -68,6 +68,8 @@ def test_a_good_draft_passes_the_gate_and_loads_bit_for_bit(draft: Path) -> None
 
 
 def test_the_digest_sees_config_headers_and_both_ends(draft: Path) -> None:
+    """P42: a draft that was converted otherwise is another draft."""
+
     def digest() -> str:
         with open_draft(draft) as files:
             return files.listing.digest

@@ -139,7 +139,7 @@ def test_a_drafter_that_stops_paying_is_switched_off_within_the_purse() -> None:
 
 
 def test_a_drafter_that_is_never_right_is_called_a_defect() -> None:
-    """G22: mean accepted below 0.05 over 64 cycles switches it off for the answer, and says so."""
+    """P36, defects 2 and 36, G22: below 0.05 over 64 cycles it is off for the answer, and that is said."""
     governor = Governor(3)
     governor.count(0, 0, 1, PLAIN_NS)
     for _ in range(WATCHED_CYCLES - 1):
