@@ -2,10 +2,14 @@
 
 Both move the same records, in the same order, with the same reads, into the same memory. The bare loop is
 the bound: threads that take the next number and read, with no tickets, slots, pins or statistics. The store
-is asked layer by layer, ten distinct experts each, with the next layers asked for before the first is
-waited for, so that its queue does not run dry; one layer at a time, as an exact decode asks, is printed
-too. A/B/B/A; the ratio is the median over rounds and is quoted with its spread, processor time per record
-beside it: on a machine that others use at the same time that is the steadier of the two.
+has 48 layers and is asked layer by layer, ten distinct experts each, every book kept, a generation a token:
+
+    queue kept full       the next layers are asked for before the first is waited for; the bare loop runs on
+    one layer at a time   as an exact decode asks; the bare loop waits for its ten records too before it goes on
+
+A/B/B/A; the ratio is the median over rounds and is quoted with its spread, processor time per record beside
+it: on a machine that others use at the same time that is the steadier of the two. Bar: the store takes at
+most 1.15 of the bare loop's time.
 
 By default the file is dropped from the page cache before every run, so that the drive is what is measured.
 With --warm a record is a copy in memory and the processor is: the harshest case for the store.
@@ -38,7 +42,8 @@ from expert_store.store import ExpertStore
 COMPONENTS = (819_200, 51_200, 51_200) * 3  # weight, scales, biases of gate, up, down: 4 bits, groups of 64
 RECORD_BYTES = sum(COMPONENTS)  # 2,764,800
 PER_LAYER = 10  # experts a token misses in a layer at worst
-TARGET = 0.95
+NUM_LAYERS = 48
+TARGET = 1 / 1.15
 
 
 class Memory:
@@ -53,8 +58,8 @@ class Memory:
         ]
 
     def views(self, layer: int, slot: int) -> Sequence[memoryview]:
-        del layer
-        return self._views[slot]
+        """Return a slot's memory; layers share it, since nobody looks at what lands there."""
+        return self._views[(layer * PER_LAYER + slot) % len(self._views)]
 
 
 def make_file(path: Path, num_experts: int) -> FileInfo:
@@ -108,18 +113,28 @@ def timed(work: Callable[[], None], num_records: int) -> Run:
 
 
 def bare(
-    path: Path, reads: Sequence[tuple[ReadOp, ...]], memory: Memory, num_slots: int, num_readers: int
+    path: Path,
+    reads: Sequence[tuple[ReadOp, ...]],
+    memory: Memory,
+    num_slots: int,
+    num_readers: int,
+    at_a_time: int | None,
 ) -> Run:
-    """Do nothing but read."""
+    """Do nothing but read; `at_a_time` records are waited for before the next are begun, None for all."""
     descriptor = os.open(path, os.O_RDONLY)
-    numbers = itertools.count()  # next() of it is atomic
+    size = at_a_time or len(reads)
+    # next() of a range's iterator is atomic: threads share one.
+    parts = [iter(range(start, min(start + size, len(reads)))) for start in range(0, len(reads), size)]
+    together = threading.Barrier(num_readers)
 
     def work() -> None:
-        while (number := next(numbers)) < len(reads):
-            views = memory.views(0, number % num_slots)
-            for operation in reads[number]:
-                wanted = views[operation.first : operation.end]
-                assert os.preadv(descriptor, wanted, operation.offset) == operation.length
+        for part in parts:
+            together.wait()
+            for number in part:
+                views = memory.views(0, number % num_slots)
+                for operation in reads[number]:
+                    wanted = views[operation.first : operation.end]
+                    assert os.preadv(descriptor, wanted, operation.offset) == operation.length
 
     def all_threads() -> None:
         threads = [threading.Thread(target=work) for _ in range(num_readers)]
@@ -138,20 +153,28 @@ def through_store(
     layout: RecordLayout,
     order: Sequence[Sequence[int]],
     memory: Memory,
-    num_slots: int,
     num_readers: int,
     ahead: int,
 ) -> Run:
     """Read the same records through the store; `ahead` layers are asked for before one is waited for."""
     with FileSource([info]) as source:
-        store = ExpertStore({0: layout}, source, memory, slots={0: num_slots}, num_readers=num_readers)
+        layers = range(NUM_LAYERS)
+        store = ExpertStore(
+            dict.fromkeys(layers, layout),
+            source,
+            memory,
+            slots=dict.fromkeys(layers, 2 * PER_LAYER),
+            num_readers=num_readers,
+        )
 
         def ask() -> None:
             waiting: deque[LeaseRequest] = deque()
-            for experts in order:
-                waiting.append(store.request(0, experts))
+            for number, experts in enumerate(order, start=1):
+                waiting.append(store.request((number - 1) % NUM_LAYERS, experts))
                 if len(waiting) > ahead:
                     waiting.popleft().wait().release()
+                if number % NUM_LAYERS == 0:
+                    store.advance(0, number // NUM_LAYERS)
             while waiting:
                 waiting.popleft().wait().release()
 
@@ -196,7 +219,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experts", type=int, default=320, help="records in the file")
-    parser.add_argument("--records", type=int, default=300, help="records per run")
+    parser.add_argument("--records", type=int, default=960, help="records per run")
     parser.add_argument("--readers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=9, help="A/B/B/A rounds")
     parser.add_argument("--layout", choices=["packed", "stock"], default="stock")
@@ -216,7 +239,6 @@ def main() -> None:
         while len(deck) < options.records:
             deck += rng.sample(range(options.experts), options.experts)
         order = [deck[i : i + PER_LAYER] for i in range(0, options.records, PER_LAYER)]
-        order = [list(dict.fromkeys(experts)) for experts in order]
         flat = [layout.reads(expert) for experts in order for expert in experts]
         memory = Memory(num_slots)
 
@@ -228,21 +250,25 @@ def main() -> None:
 
             return run
 
-        def bare_loop() -> Run:
-            return bare(path, flat, memory, num_slots, options.readers)
+        def bare_loop(at_a_time: int | None) -> Callable[[], Run]:
+            return lambda: bare(path, flat, memory, num_slots, options.readers, at_a_time)
 
         def store_ahead(ahead: int) -> Callable[[], Run]:
-            return lambda: through_store(info, layout, order, memory, num_slots, options.readers, ahead)
+            return lambda: through_store(info, layout, order, memory, options.readers, ahead)
 
         report: dict[str, dict[str, object]] = {}
-        for name, ahead in (("queue kept full", 2), ("one layer at a time", 0)):
-            report[name] = summary(
-                *compare(prepared(bare_loop), prepared(store_ahead(ahead)), options.repeats)
-            )
+        for name, ahead, at_a_time in (
+            ("queue kept full", 2, None),
+            ("one layer at a time", 0, PER_LAYER),
+        ):
+            bare_run, store_run = prepared(bare_loop(at_a_time)), prepared(store_ahead(ahead))
+            report[name] = summary(*compare(bare_run, store_run, options.repeats))
             print(f"{name}: {json.dumps(report[name])}", flush=True)
-        ratio = report["queue kept full"]["ratio"]
-        assert isinstance(ratio, float)
-        print(f"target {TARGET} of the bare loop: {'reached' if ratio >= TARGET else 'MISSED'}")
+            ratio = report[name]["ratio"]
+            assert isinstance(ratio, float)
+            print(
+                f"{1 / ratio:.3f} of the bare loop's time: {'met' if ratio >= TARGET else 'MISSED'}, bar 1.15"
+            )
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
