@@ -44,7 +44,7 @@ def show_report(console: Console, report: "SsdWaitReport") -> None:
     variants, disk = report.variants, report.conditions.disk
     from mlx_flashnext.engine.page_cache import MOST_CACHED
 
-    title = "" if disk == "real" else f" ({disk})"
+    title = "" if disk == "real" else " (simulated disk)"
     if title:
         console.line(f"{disk}; nothing below is a figure of the drive in this machine")
         console.line()

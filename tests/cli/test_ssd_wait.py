@@ -152,15 +152,18 @@ def test_people_see_the_same_of_any_budget_and_disk(model):
         line for line in result.stdout.splitlines() if line.startswith(("time of", "bytes of", "reads:"))
     ]
     assert len(titles) == 4
-    assert all(line.endswith("(simulated disk: 0.05 GB/s, 0.1 ms more a read)") for line in titles)
+    assert all(line.endswith(" (simulated disk)") for line in titles)
     assert "has exactly one fate" in result.stdout
 
 
 def test_no_table_is_wider_than_a_small_terminal(model):
-    words = ("--budgets", "50%", "--drafts", "none,oracle:2", "--hints", "off,near-gate,oracle-draft")
+    words = ("--budgets", "50%", "--drafts", "none,oracle:2", "--hints", "off,oracle-draft")
+    words += ("--throttle", "500MB/s")
     result = flashnext("bench", "--model", model, *SMALL, *words)
     assert result.exit_code == 0, result.output
-    tables = result.stdout[: result.stdout.index("exposed wait of a token, the layers")]
+    tables = result.stdout[
+        result.stdout.index("time of") : result.stdout.index("exposed wait of a token, the layers")
+    ]
     assert max(map(len, tables.splitlines())) <= 80
     assert "8 experts a layer, draft oracle 2" in tables
     assert "break even" in tables

@@ -237,7 +237,7 @@ def test_frequency_hints_start_from_the_popularity_file(model, folder, recorded)
 def test_one_of_two_drives_that_goes_ends_the_answer_by_name_and_leaves_what_is_in_memory(
     model, recorded, monkeypatch
 ):
-    """Shards may lie on two drives, without a mirror of either (one that goes: tests/parity/test_mirror.py)."""
+    """Shards may lie on two drives without a mirror. A mirror that goes: tests/parity/test_mirror.py."""
     lost: set[int] = set()
     preadv = os.preadv
 
