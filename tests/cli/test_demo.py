@@ -48,7 +48,7 @@ def test_the_demo_streams_its_experts_by_default() -> None:
 
 @pytest.mark.parametrize("slots", [DEMO_SLOTS, 64])
 def test_a_run_of_two_hundred_tokens_stays_within_the_plan(slots: int) -> None:
-    """P01, P02: the resident size stays within 5 % or 16 MiB of the plan, on either side."""
+    """P01, P02, P56: the resident size stays within 5 % or 16 MiB of the plan, on either side."""
     ballast = bytearray(256 * MIB)  # a child's peak must not be what its parent had when it forked
     found = measure(demo_dir(), slots=slots, tokens=200)
     assert len(ballast) == 256 * MIB

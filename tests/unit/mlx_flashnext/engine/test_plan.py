@@ -130,7 +130,7 @@ def test_a_request_no_run_could_honour_is_refused_with_its_value(
 
 
 def test_every_flag_shows_in_the_effective_plan(tiny: Checkpoint) -> None:
-    """P04, P14: no option is parsed and forgotten."""
+    """P04, P14, P56: no option is parsed and forgotten, the context's included."""
     asked = PlanRequest(2 * GIB, 1000, 7, 64, "lru", 3)
     plan = make_plan(tiny, linux(), asked).to_dict()
     assert plan["budget_bytes"] == 2 * GIB
