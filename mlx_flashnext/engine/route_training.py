@@ -276,7 +276,11 @@ def table_of(engine: Engine, *parts: SidecarRows) -> EmbeddingTable:
     """Return the target's embedding rows of every token that occurs in some rows."""
     view = DraftTarget(engine.target.model, engine.target.sync)
     ids = np.concatenate([part.ids.reshape(-1) for part in parts])
-    return EmbeddingTable(ids, lambda some: np.array(view.embed(mx.array(some)).astype(mx.float32)))
+
+    def embed(some: NDArray[np.int32]) -> NDArray[np.float32]:
+        return cast("NDArray[np.float32]", np.array(view.embed(mx.array(some)).astype(mx.float32)))
+
+    return EmbeddingTable(ids, embed)
 
 
 def put_aside(infos: Sequence[DocumentInfo]) -> frozenset[str]:
