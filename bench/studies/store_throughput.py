@@ -5,7 +5,7 @@ the bound: threads that take the next number and read, with no tickets, slots, p
 has 48 layers and is asked layer by layer, ten distinct experts each, every book kept, a generation a token:
 
     queue kept full       the next layers are asked for before the first is waited for; the bare loop runs on
-    one layer at a time   as an exact decode asks; the bare loop waits for its ten records too before it goes on
+    one layer at a time   as an exact decode asks; the bare loop too waits for its ten records, then goes on
 
 A/B/B/A; the ratio is the median over rounds and is quoted with its spread, processor time per record beside
 it: on a machine that others use at the same time that is the steadier of the two. Bar: the store takes at
@@ -239,6 +239,7 @@ def main() -> None:
         while len(deck) < options.records:
             deck += rng.sample(range(options.experts), options.experts)
         order = [deck[i : i + PER_LAYER] for i in range(0, options.records, PER_LAYER)]
+        order = [list(dict.fromkeys(experts)) for experts in order]
         flat = [layout.reads(expert) for experts in order for expert in experts]
         memory = Memory(num_slots)
 
