@@ -1,6 +1,6 @@
 """`flashnext plan`: what a run would use of this machine, line by line, before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +13,7 @@ from cli.model_path import ALIASES, FoundModel, chosen_model
 from cli.options import DraftOptions, MemoryOptions, ModelOptions
 from cli.parse import parse_number, parse_size
 from cli.plan_table import expectation_document, show_table, speed_range, table_document
+from cli.settings import popularity
 
 if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint
@@ -85,7 +86,13 @@ def plan(
 
         mirror = mirror_of(planned.checkpoint, memory.mirror)
     rate = _rate(services, found, drive)
-    expected = expect(planned.checkpoint, planned.plan, bytes_per_s=rate, resident_tokens_per_s=resident_rate)
+    expected = expect(
+        planned.checkpoint,
+        planned.plan,
+        bytes_per_s=rate,
+        resident_tokens_per_s=resident_rate,
+        demands=_demands(planned.checkpoint),
+    )
     if json:
         console.document(_report(found, planned, expected))
         return OK
@@ -102,6 +109,18 @@ def plan(
     else:
         console.line("--drive RATE or --drive measure adds the storage bound and a range of speeds")
     return OK
+
+
+def _demands(checkpoint: "Checkpoint") -> Mapping[int, Sequence[float]] | None:
+    """Return what earlier runs of this model asked for, None if nothing is known of any."""
+    from expert_store.popularity import PopularityUnusable, load_popularity
+
+    counts = {layer: one.record.num_experts for layer, one in checkpoint.experts.items()}
+    path = popularity() / f"{checkpoint.digest[:32]}.json"
+    try:
+        return load_popularity(path, model_digest=checkpoint.digest, num_experts=counts).counts
+    except PopularityUnusable:
+        return None
 
 
 def _rate(services: Services, found: FoundModel | None, drive: str | None) -> float | None:

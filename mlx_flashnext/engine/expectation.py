@@ -7,6 +7,7 @@ the ends of a range are far apart because they are honest.
 Words as in METRICS.md: the storage bound is required bytes a token by the bandwidth of the drive.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -51,6 +52,8 @@ class Expectation:
         token_s: seconds a token; None without a bandwidth.
         tokens_per_s: their inverse.
         counts_computing: a rate of computing was given, so that it is in `token_s`.
+        popular_share: of what earlier runs of this model here asked for, what was among the most used experts
+            of a layer, as many as there are slots; None without earlier runs.
         steps: the arithmetic, in words and numbers.
     """
 
@@ -62,6 +65,7 @@ class Expectation:
     token_s: Span | None
     tokens_per_s: Span | None
     counts_computing: bool
+    popular_share: float | None
     steps: tuple[str, ...]
 
 
@@ -71,6 +75,7 @@ def expect(
     *,
     bytes_per_s: float | None = None,
     resident_tokens_per_s: float | None = None,
+    demands: Mapping[int, Sequence[float]] | None = None,
 ) -> Expectation:
     """Return what a plan lets one expect.
 
@@ -79,6 +84,7 @@ def expect(
         plan: of it.
         bytes_per_s: what the drive gives, measured or as told.
         resident_tokens_per_s: tokens a second with every expert in memory, as `bench` measures them.
+        demands: how often earlier runs asked for each expert of each layer, if that is known.
     """
     config = checkpoint.config
     top_k, num_layers = config.num_experts_per_tok, len(checkpoint.experts)
@@ -101,6 +107,12 @@ def expect(
         f"                    {_better_step(num_layers, top_k, record, hits.better, rows, best_tokens, cost)}"
         f" = {_bytes(read.better)} at best",
     ]
+    popular = None if demands is None else _popular_share(demands, plan.slots_per_layer)
+    if popular is not None:
+        steps.append(
+            f"in earlier runs     {popular:.3f} of what they asked for was among the {plan.slots_per_layer} "
+            f"most used of a layer: {_bytes(routed * (1 - popular) + table)} a token if those were kept"
+        )
     storage = None if bytes_per_s is None else Span(read.worse / bytes_per_s, read.better / bytes_per_s)
     seconds = None
     if storage is not None and bytes_per_s is not None:
@@ -121,8 +133,25 @@ def expect(
             steps.append("                    computing is not counted: --resident-rate gives its speed")
     speed = None if seconds is None else Span(1 / seconds.worse, 1 / seconds.better)
     return Expectation(
-        share, hits, tokens, read, storage, seconds, speed, resident_tokens_per_s is not None, tuple(steps)
+        share,
+        hits,
+        tokens,
+        read,
+        storage,
+        seconds,
+        speed,
+        resident_tokens_per_s is not None,
+        popular,
+        tuple(steps),
     )
+
+
+def _popular_share(demands: Mapping[int, Sequence[float]], slots: int) -> float | None:
+    """Return the share of all demands that went to the `slots` most used experts of their layer."""
+    total = sum(sum(counts) for counts in demands.values())
+    if not total:
+        return None
+    return sum(sum(sorted(counts, reverse=True)[:slots]) for counts in demands.values()) / total
 
 
 def _bytes(count: float) -> str:

@@ -210,3 +210,16 @@ def test_the_official_config_is_the_official_one() -> None:
         hashlib.sha256(raw).hexdigest() == "889658f2508e8c61d409b02e70e0d78d8d4452ec65aaafbe129805d213d2e74b"
     )
     assert json.loads(raw)["text_config"]["num_experts"] == 512
+
+
+def test_earlier_runs_say_what_the_most_used_experts_would_have_served(
+    imagined: dict[str, Checkpoint],
+) -> None:
+    checkpoint = imagined["4-bit"]
+    plan = make_plan(checkpoint, mac_of(32), PlanRequest(context_tokens=8192, slots_per_layer=100))
+    skewed = {layer: [9.0] * 50 + [1.0] * 462 for layer in range(48)}
+    told = expect(checkpoint, plan, demands=skewed)
+    assert told.popular_share == pytest.approx((50 * 9 + 50) / (50 * 9 + 462))
+    assert any(f"{told.popular_share:.3f} of what they asked for" in step for step in told.steps)
+    assert expect(checkpoint, plan, demands={0: [0.0] * 512}).popular_share is None
+    assert expect(checkpoint, plan).popular_share is None
