@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, Final, NoReturn
 
 import xxhash
 
@@ -40,6 +40,8 @@ from drafter.record import (
     at_line,
     raw_lines,
 )
+
+MAX_FLOAT32: Final = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +416,9 @@ def _check_target(line: Cycle, vocab_size: int) -> None:
     logits = line.target_logits
     if logits is not None and [len(row) for row in logits] != [vocab_size] * (num_slots + 1):
         _refuse(f"target_logits are not {num_slots + 1} rows of the vocabulary's {vocab_size}")
+    largest = max((edge for row in logits or () for edge in (min(row), max(row))), key=abs, default=0.0)
+    if abs(largest) > MAX_FLOAT32:
+        _refuse(f"target_logits beyond float32: {largest:g}")
 
 
 def _check_hidden(line: Cycle, header: Header) -> None:

@@ -39,9 +39,10 @@ from expert_store.safetensors_header import decode_header
 from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
 from mlx_flashnext.checkpoint.quantization import Quantization
 from mlx_flashnext.config import ModelConfig, parse_config
+from mlx_flashnext.engine.replay import replay_trace
 from mlx_flashnext.errors import ModelError
 from mlx_flashnext.text.generation_config import read_generation_defaults
-from tests.golden.traces.generate import DRAWN, TWO_TAPS, Case, record
+from tests.golden.traces.generate import DRAWN, TWO_TAPS, Case, record, with_sums
 from tests.tiny import drafts
 from tests.tiny.checkpoints import tiny_config
 from tests.tiny.safetensors_io import Stored, write_safetensors
@@ -101,6 +102,8 @@ def formats(place: Path) -> list[Format]:
     }
     return [
         Format("flashnext-trace", traces, _trace, (TraceRefused,), _reseal, _written),
+        Format("replayed trace", traces, lambda data: replay_trace(io.BytesIO(data)), (TraceRefused,),
+               _reseal),
         Format("draft contract", [msgspec.json.encode(drafts.contract())], read_contract, (DocumentRefused,),
                rewrite=msgspec.json.encode),
         Format("draft calibration", [msgspec.json.encode(drafts.record())], read_record, (DocumentRefused,),
@@ -314,9 +317,9 @@ def _written(lines: Any) -> bytes:
 
 
 def _reseal(data: bytes) -> bytes:
-    """Make the digests of a trace anew, as far as its lines can be read."""
+    """Make the digests of a trace anew, as far as its lines can be read, and what they add up to."""
     before, told = "", []
-    for line in data.splitlines(keepends=True):
+    for line in _with_sums(data).splitlines(keepends=True):
         try:
             document = json.loads(line)
             document["digest"] = ""
@@ -326,6 +329,15 @@ def _reseal(data: bytes) -> bytes:
         except (ValueError, TypeError, RecursionError, TraceRefused):
             told.append(line)
     return b"".join(told)
+
+
+def _with_sums(data: bytes) -> bytes:
+    """Make the ends of answers agree, if all lines can be read and added up."""
+    try:
+        lines = [msgspec.json.decode(line, type=Line) for line in data.splitlines()]
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in with_sums(lines))
+    except (ArithmeticError, LookupError, RecursionError, TraceRefused, ValueError):
+        return data
 
 
 def _reseal_pack(data: bytes) -> bytes:

@@ -15,10 +15,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from drafter.api import Law
-from drafter.record import DIGEST, NO_FEATURES, PAYLOAD, VERSION, Answer, Cycle, Header, Route
+from drafter.record import DIGEST, NO_FEATURES, PAYLOAD, VERSION, Answer, Cycle, Header, Route, TraceRefused
 from mlx_flashnext.engine.sampler import Sampler
 from mlx_flashnext.engine.verify import Rule
 from mlx_flashnext.experts import HandOver
+
+_MOST_SHARE = 1.01
+"""A probability is less, whatever its rounding."""
 
 
 @dataclass(slots=True)
@@ -73,7 +76,12 @@ def cycle_line(cycle: CycleValues, header: Header, request: Answer, *, keeps_row
         header: of the trace.
         request: of the answer.
         keeps_rows: hold hidden rows whole, not their digest.
+
+    Raises:
+        TraceRefused: the target gave values that no line can hold.
     """
+    if cycle.logits is not None and not np.isfinite(cycle.logits).all():
+        raise TraceRefused("the target gave logits that are no numbers")
     tokens = cycle.tokens
     ids, values, path = tuple((token,) for token in tokens), ((1.0,),) * len(tokens), (0,) * len(tokens)
     if cycle.candidates is not None:
@@ -117,8 +125,10 @@ def _said(target: list[list[float]], accepted: int) -> tuple[tuple[float, ...], 
     """Return the candidates' probabilities of every slot, and the bonus token's own in the row it is of."""
     said: list[tuple[float, ...]] = []
     for slot, row in enumerate(target):
-        shares = row[:-1] if slot < len(target) - 1 else []
-        said.append(tuple(min(1.0, share) for share in (*shares, *(row[-1:] if slot == accepted else ()))))
+        shares = [*(row[:-1] if slot < len(target) - 1 else ()), *(row[-1:] if slot == accepted else ())]
+        if not all(0 <= share < _MOST_SHARE for share in shares):  # not a number compares false
+            raise TraceRefused(f"the target gave probabilities that are none: {shares}")
+        said.append(tuple(min(1.0, share) for share in shares))
     return tuple(said)
 
 

@@ -64,6 +64,11 @@ def document(*words: object):
     return json.loads(result.stdout)
 
 
+def test_the_help_says_how_private_a_trace_is():
+    for command in ("record", "show"):
+        assert "as private as the" in " ".join(flashnext("trace", command, "--help").stdout.split())
+
+
 def test_a_recorded_answer_is_the_plain_one_and_the_file_is_private(model, traces, place):
     words = ("--model", model, "the the the", *WORDS)
     plain = flashnext("run", *words)

@@ -8,6 +8,7 @@ from tests.fuzzing import Format, formats, run_cases
 CASES = 2000
 NAMES = [
     "flashnext-trace",
+    "replayed trace",
     "draft contract",
     "draft calibration",
     "draft config",

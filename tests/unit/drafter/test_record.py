@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import xxhash
 
 from drafter.api import DraftSampling
 from drafter.errors import DrafterError
-from drafter.record import MAX_LINE_BYTES, Answer, Cycle, End, Line, TraceRefused, open_trace, raw_lines
+from drafter.record import (
+    MAX_LINE_BYTES,
+    Answer,
+    Cycle,
+    End,
+    Line,
+    Route,
+    TraceRefused,
+    open_trace,
+    raw_lines,
+)
 from drafter.record_check import Identity, checked_lines, read_trace
 from drafter.replay import ReplayDrafter, recorded_proposals
 from expert_store.prefetch import Prefetcher
@@ -132,6 +144,40 @@ def test_a_trace_that_lies_is_refused_with_the_field_and_both_values(name):
 def test_a_trace_of_something_else_is_refused_as_a_whole(identity, field):
     with pytest.raises(TraceRefused, match=f"line 1: {field} is"):
         list(checked_lines(io.BytesIO(golden("everything")), identity))
+
+
+def test_the_record_has_every_field_that_readers_were_promised():
+    of_cycle = (
+        "schema_version target_model_revision tokenizer_revision request_owner request_generation "
+        "sequence_position captured_stage captured_layer_ids hidden_dtype hidden_shape "
+        "hidden_payload_or_digest candidate_token_ids candidate_probabilities_or_logits "
+        "selected_candidate_path target_token_probabilities_or_digest accepted_prefix_length bonus_token"
+    )
+    of_routes = (
+        "target_route_layer target_top_k target_expert_ids_in_native_rank_order predicted_expert_ids "
+        "prediction_confidence prefetch_ticket_owner prefetch_ticket_generation"
+    )
+    of_answer = "rule seed temperature top_k top_p min_p logit_bias processors draft_digest"
+    for kind, names in ((Cycle, of_cycle), (Route, of_routes), (Answer, of_answer)):
+        assert set(names.split()) <= set(kind.__struct_fields__)
+
+
+def test_a_digest_of_the_logits_may_stand_for_probabilities_and_is_held_against_them():
+    lines = lines_of(golden("accept-some"))
+
+    def told(flip: int) -> bytes:
+        changed = list(lines)
+        for number, line in enumerate(lines):
+            if isinstance(line, Cycle):
+                table = np.array(line.target_logits, np.float32)
+                digest = f"{int(xxhash.xxh3_128_hexdigest(table.tobytes()), 16) ^ flip:032x}"
+                changed[number] = msgspec.structs.replace(
+                    line, target_token_probabilities_or_digest=f"xxh3-128:{digest}"
+                )
+        return generate.resealed(changed)
+
+    assert refusal(told(0)) is None
+    assert "target_token_probabilities_or_digest is 'xxh3-128:" in str(refusal(told(1)))
 
 
 # Mutations. Digests are made anew, so that what refuses is the meaning of the field.
@@ -398,6 +444,16 @@ def test_a_line_that_was_taken_out_moved_or_doubled_is_refused():
         for told in (without, [*lines[: number + 1], *lines[number:]], [lines[number], *without]):
             if told != lines:
                 assert refusal(b"".join(told)) is not None, number
+
+
+def test_logits_beyond_float32_are_refused():
+    lines = lines_of(golden("accept-some"))
+    number = next(number for number, line in enumerate(lines) if isinstance(line, Cycle))
+    rows = [list(row) for row in lines[number].target_logits]
+    rows[0][3] = -1e39
+    lines[number] = msgspec.structs.replace(lines[number], target_logits=tuple(map(tuple, rows)))
+    with pytest.raises(TraceRefused, match=r"target_logits beyond float32: -1e\+39"):
+        read_trace(io.BytesIO(generate.resealed(generate.with_sums(lines))))
 
 
 def test_only_regular_files_are_opened(tmp_path):

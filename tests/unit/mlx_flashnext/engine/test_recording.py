@@ -1,7 +1,9 @@
 """Recording a real model: the answer is the same, the trace replays without it, a full disk stops only it."""
 
 import io
+from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from drafter.lookup import LookupDrafter
@@ -114,6 +116,19 @@ def test_lines_are_made_of_many_cycles_at_once_and_all_of_them_by_the_end(engine
     assert writes == [head] * BATCH + [head + BATCH] * 4
     stream.seek(0)
     assert sum(isinstance(line, Cycle) for line in read_trace(stream)) == BATCH + 4
+
+
+def test_a_target_that_gives_no_numbers_stops_the_recording(engine, monkeypatch):
+    keep = Recorder._keep
+
+    def spoilt(self, facts):
+        scores = mx.where(mx.arange(facts.logits.shape[-1]) == 5, mx.nan, facts.verdict.scores)
+        return keep(self, replace(facts, verdict=replace(facts.verdict, scores=scores)))
+
+    monkeypatch.setattr(Recorder, "_keep", spoilt)
+    recorder = Recorder(io.BytesIO(), settings(engine))
+    assert answer(engine, PARAMS[0], recorder) == answer(engine, PARAMS[0])
+    assert "probabilities that are none" in recorder.failure
 
 
 def test_an_answer_given_up_has_its_end(engine):
