@@ -7,10 +7,14 @@ import pytest
 from expert_store.source import FileSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.model.quant import ExpertBank, ExpertMatrix, expert_glu
+from mlx_flashnext.packing import pack_checkpoint
 from mlx_flashnext.stored_numbers import NATIVE, array_memory
+from tests.parity.test_streamed_equals_resident import run
 from tests.tampering import load, save, store
 from tests.tiny.checkpoints import build_mlx
+from tests.tiny.engines import open_tiny, prompt_of
 from tests.tiny.safetensors_io import Stored
+from tests.tiny.tokenizer import write_tokenizer
 
 PADDED = 256
 
@@ -65,3 +69,25 @@ def test_padded_and_unpadded_packs_give_equal_outputs(tmp_path, bits):
         outputs = [expert_glu(x_TD, slots_TK, bank(c, layer)) for c in (plain, padded)]
         assert mx.allclose(*outputs, rtol=1e-5, atol=1e-6)
         assert mx.abs(outputs[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_padded_pack_streams_the_logits_of_the_one_that_is_not(tmp_path, bits):
+    """The same through slots and readers, from the checkpoint and from a pack of it."""
+    plain = build_mlx(tmp_path / "plain", bits=bits)
+    tensors, config = load(plain)
+    wide = {
+        name: pad(name, stored, 64, 32, bits or 32) if ".switch_mlp." in name else stored
+        for name, stored in tensors.items()
+    }
+    padded = save(tmp_path / "padded", wide, config)
+    write_tokenizer(padded, vocab_size=config["text_config"]["vocab_size"])
+    names = [name for line in open_checkpoint(padded).account() for name in line.names]
+    assert sorted(names) == sorted(open_checkpoint(padded).table.tensors)
+    tokens = prompt_of(20)
+    logits = []
+    for directory in (plain, padded, pack_checkpoint(padded, tmp_path / "pack").directory):
+        with open_tiny(directory, slots=5) as engine:
+            logits.append(run(engine.target.model, tokens, 7, engine.target.experts)[0])
+    assert mx.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert mx.array_equal(logits[1], logits[2])
