@@ -80,10 +80,3 @@ def test_the_prompts_are_the_sixty_that_nobody_trains_on():
     assert len(prompts) == 60
     assert sorted({task["genre"] for task in chosen}) == ["code", "stories", "sums"]
     assert [task["genre"] for task in held_out(1)[0]] == ["sums", "code", "stories"]
-        "sums",
-        "sums",
-        "code",
-        "code",
-        "stories",
-        "stories",
-    ]
