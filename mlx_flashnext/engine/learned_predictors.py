@@ -54,6 +54,7 @@ class Learned:
 
     Args:
         layers: the layers that are streamed, with their number of experts.
+        top_k: experts that a row chooses of a layer.
         near: the near map, or None.
         head: the sidecar's, or None.
 
@@ -61,8 +62,10 @@ class Learned:
         num_drafted: proposals that came with routes.
     """
 
-    def __init__(self, layers: Mapping[int, int], near: NearMap | None, head: RouteHead | None) -> None:
-        self._layers = dict(layers)
+    def __init__(
+        self, layers: Mapping[int, int], top_k: int, near: NearMap | None, head: RouteHead | None
+    ) -> None:
+        self._layers, self._top_k = dict(layers), top_k
         self._near, self._head = near, head
         self._codes: NDArray[np.float32] | None = None
         self._num_rows = 0
@@ -132,13 +135,6 @@ class Learned:
         best = np.argsort(-chance, kind="stable")[:most]
         return [Guess(layer, int(expert), float(chance[expert])) for expert in best if chance[expert] >= cut]
 
-    @property
-    def _top_k(self) -> int:
-        if self._head is not None:
-            return self._head.top_k
-        assert self._near is not None
-        return self._near.num_guesses
-
 
 def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the mean of both opinions' log-odds; the far one's alone of what the near one does not name."""
@@ -156,6 +152,8 @@ def near_log_odds(codes_TN: Rows, num_experts: int) -> NDArray[np.float32]:
     return found
 
 
-def learned(layers: Mapping[int, int], near: NearMap | None, head: RouteHead | None) -> Learned | None:
+def learned(
+    layers: Mapping[int, int], top_k: int, near: NearMap | None, head: RouteHead | None
+) -> Learned | None:
     """Return the predictor of what there is; None where there is neither."""
-    return None if near is None and head is None else Learned(layers, near, head)
+    return None if near is None and head is None else Learned(layers, top_k, near, head)

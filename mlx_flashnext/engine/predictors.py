@@ -306,9 +306,9 @@ def make_predictor(kind: str, setting: PredictorSetting) -> Predictor | None:
         "previous": lambda: Previous(sorted(setting.layers)),
         "random": lambda: Random(setting.layers, setting.top_k, setting.seed),
         "near-gate": NearGate,
-        "near-linear": lambda: learned(setting.layers, setting.near, None),
-        "sidecar": lambda: learned(setting.layers, None, setting.head),
-        "both": lambda: learned(setting.layers, setting.near, setting.head),
+        "near-linear": lambda: learned(setting.layers, setting.top_k, setting.near, None),
+        "sidecar": lambda: learned(setting.layers, setting.top_k, None, setting.head),
+        "both": lambda: learned(setting.layers, setting.top_k, setting.near, setting.head),
         "oracle": lambda: None if setting.routes is None else Oracle(setting.routes),
     }
     return makers[kind]()
