@@ -34,6 +34,7 @@ def predictor_report(
     budgets: Sequence[Share],
     drafts: Sequence[tuple[str, int]],
     seed: int | None,
+    sources: Sequence[str] | None,
 ) -> "PredictorReport":
     """Measure what `--report predictors` asks for.
 
@@ -48,6 +49,7 @@ def predictor_report(
         budgets: the first one is served under.
         drafts: the first one proposes.
         seed: of random hints.
+        sources: of hints that are served; None: all that are there.
     """
     from drafter.train.captures import CaptureSet
     from mlx_flashnext.checkpoint import open_checkpoint
@@ -83,7 +85,8 @@ def predictor_report(
         seed=seed or 0,
     )
     captures = _captures(measured.captures)
-    asked = PredictorsAsked(served, None if captures is None else CaptureSet.open(captures))
+    counted = None if captures is None else CaptureSet.open(captures)
+    asked = PredictorsAsked(served, counted, sources=sources)
     return services.measure_predictors(asked, detect_machine(), console.progress)
 
 

@@ -117,8 +117,9 @@ def bench(
         if measured.report == "predictors":
             with Interrupts():
                 known = predictor_report(
-                    services, console, found, measured, memory, disk, num_tokens, budgets, drafts, seed
-                )
+                    services, console, found, measured, memory, disk, num_tokens, budgets, drafts, seed,
+                    words_of("--hints", measured.hints, BENCH_HINTS) if measured.hints else None,
+                )  # fmt: skip
             console.end_progress()
             if form == "json":
                 console.document(as_json_value(known.to_dict()))

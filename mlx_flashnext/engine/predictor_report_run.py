@@ -66,11 +66,13 @@ class PredictorsAsked:
         captures: a capture set whose training documents the frequencies are counted of; None counts the
             report's own tokens as they come.
         hint_bytes: what hints may read for one block; None: 2 x top_k records of every row and layer.
+        sources: of hints that are served, of `SERVED`; None: all that are there.
     """
 
     served: Asked
     captures: CaptureSet | None = None
     hint_bytes: int | None = None
+    sources: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +370,7 @@ def measure_predictors(
         notices = engine.routes.notices
         record_bytes = statistics.fmean(one.record.record_bytes for one in engine.checkpoint.experts.values())
         wanted_bytes = int(2 * config.num_experts_per_tok * most_rows * len(layers) * record_bytes)
-        there = _there(engine)
+        there = [one for one in _there(engine) if asked.sources is None or one in asked.sources]
     hint_bytes = asked.hint_bytes or wanted_bytes
     wait = measure_ssd_wait(
         replace(served, hints=("off", *there), hint_bytes=hint_bytes, slots=served.slots[:1],
