@@ -265,7 +265,7 @@ class _Climb:
     def _latency(self, name: str) -> Rung:
         """How fast answers are: a matter of the device."""
         evidence = self._compared(lambda s: s.decode_ns / max(1, s.output_tokens), "decode_ns_per_token")
-        why = "a matter of the device: flashnext bench --draft, on the machine that serves"
+        why = "a matter of the device: flashnext bench --report draft, on the machine that serves"
         return Rung(name, "only target hardware", why, evidence)
 
     def _compared(self, measure: Callable[[GenerationStatistics], float], what: str) -> dict[str, Any]:
