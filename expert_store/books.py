@@ -149,7 +149,7 @@ class Ledger:
         self._early = _Latency()
         self._late = _Latency()
         self._queue_depth_max = self._queue_depth_total = 0
-        self._times: list[tuple[ReadClass, int, int, int, bool]] = []
+        self._times: list[tuple[ReadClass, int, int, int]] = []
         self._busy: list[tuple[int, int]] = []
         self.num_cycles = 0
         self.last_cycle = CycleStatistics()
@@ -184,10 +184,12 @@ class Ledger:
 
     def ready(self, read: TimedRead, fate: Fate | None) -> None:
         """Note how long a read took that went well, and its fate if it is settled."""
-        is_used = fate is not None and fate is not Fate.STALE
-        self._times.append((read.issued_class, read.issued_ns, read.started_ns, read.ready_ns, is_used))
+        self._times.append((read.issued_class, read.issued_ns, read.started_ns, read.ready_ns))
+        if fate is not None and fate is not Fate.STALE:
+            self._busy.append((read.started_ns, read.ready_ns))
         if len(self._times) >= _NUM_TIMES_MAX:
             self._fold_times()
+            self._join_intervals()
         if fate is not None:
             self.close(read, fate)
 
@@ -220,8 +222,8 @@ class Ledger:
     # Snapshots.
 
     def close_cycle(self, layers: Iterable[LayerCounters]) -> None:
-        """Set `last_cycle` to what happened since the last call."""
-        self._fold_times()
+        """Set `last_cycle` to what happened since the last call; times wait for their bins."""
+        self._join_intervals()
         demands = joined = misses = waited = prefetched = 0
         for layer in layers:
             demands += layer.num_demands
@@ -259,6 +261,7 @@ class Ledger:
     def snapshot(self, layers: tuple[LayerStatistics, ...], *, num_queued: int) -> StoreStatistics:
         """Return everything, frozen."""
         self._fold_times()
+        self._join_intervals()
         classes = {read_class: self.classes[read_class].snapshot() for read_class in ReadClass}
         splits = [WaitSplit(0, 0)] * len(WaitCause)
         for layer in layers:
@@ -300,13 +303,14 @@ class Ledger:
         )
 
     def _fold_times(self) -> None:
-        """Sort noted times into bins and intervals into their union: together, off the path of most reads."""
-        for read_class, issued_ns, started_ns, ready_ns, is_used in self._times:
+        """Sort noted times into bins: many together, off the path of most reads."""
+        for read_class, issued_ns, started_ns, ready_ns in self._times:
             self.classes[read_class].issue_to_ready.add(ready_ns - issued_ns)
             self._read_time.add(ready_ns - started_ns)
-            if is_used:
-                self._busy.append((started_ns, ready_ns))
         self._times.clear()
+
+    def _join_intervals(self) -> None:
+        """Add what used reads took together, overlaps once, to `exact_io_ns`."""
         # What lies before the end of the last union counts from there on: a guess may be used cycles later.
         until_ns = self._busy_until_ns
         self._busy.sort()

@@ -98,15 +98,22 @@ class Ranking:
 
     def confirm(self, experts: Sequence[int]) -> None:
         """Commit a demand that was not committed when it was made (not its counts), last use last."""
-        if not (self._live or self._cold):
-            self._policy.touch(experts)
+        live, cold, policy = self._live, self._cold, self._policy
+        if not (live or cold):
+            policy.touch(experts)
             return
+        known: list[int] = []  # since the last one that was not; one call for all of them
         for expert in experts:
-            if expert in self._live or expert in self._cold:
-                self._settle(expert)
-                self._policy.admit(expert)
-            else:
-                self._policy.touch((expert,))
+            if expert not in live and expert not in cold:
+                known.append(expert)
+                continue
+            if known:
+                policy.touch(known)
+                known = []
+            self._settle(expert)
+            policy.admit(expert)
+        if known:
+            policy.touch(known)
 
     def reject(self, experts: Sequence[int]) -> None:
         """Let experts go first that only rejected rows have demanded."""

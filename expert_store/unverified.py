@@ -35,10 +35,9 @@ class UnverifiedDemands:
             if num_rows is not None:
                 stay = (1 << num_rows) - 1
                 masks = [mask & stay for mask in row_masks]
-            kept = sorted((mask.bit_length(), place) for place, mask in enumerate(masks) if mask)
-            table.confirm(
-                [experts[place] for _, place in kept], [masks[place].bit_count() for _, place in kept]
-            )
+            kept = [place for place, mask in enumerate(masks) if mask]
+            kept.sort(key=[mask.bit_length() for mask in masks].__getitem__)  # by the last row, then by place
+            table.confirm([experts[place] for place in kept], [masks[place].bit_count() for place in kept])
             if len(kept) < len(experts):
                 table.ranking.reject(
                     [expert for expert, mask in zip(experts, masks, strict=True) if not mask]
