@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from bench.synth import PRESETS, build
 from expert_store.source import FileSource
-from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
+from mlx_flashnext.checkpoint import Checkpoint, Layout, open_checkpoint
+from mlx_flashnext.checkpoint.quantization import AFFINE_BITS, AFFINE_GROUPS, MICRO_SCALED
 from mlx_flashnext.config import QuantSpec
 from tests.tampering import floats, load, rename, save, store
 from tests.tiny.checkpoints import build_hf, build_mlx
@@ -286,3 +289,13 @@ def test_synthetic_layouts_open(tmp_path, name):
     for layout in ("mlx", "hf"):
         preset = dataclasses.replace(PRESETS[name], layout=layout)
         assert_accounted_once(open_checkpoint(build(preset, tmp_path / layout, sparse=True)))
+
+
+def test_the_table_of_what_opens_has_every_layout_and_quantisation() -> None:
+    page = (Path(__file__).parents[3] / "docs/FORMATS.md").read_text()
+    section = page.split("What opens, and runs without being converted:")[1].split("\n## ")[0]
+    rows = [row.split("`")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert rows == list(get_args(Layout))
+    for mode in (*MICRO_SCALED, "affine " + ", ".join(map(str, AFFINE_BITS[:-1]))):
+        assert mode in section, mode
+    assert " or ".join((", ".join(map(str, AFFINE_GROUPS[:-1])), str(AFFINE_GROUPS[-1]))) in section
