@@ -1,7 +1,7 @@
 """What the demo's draft is worth, served on the sixty held-out prompts: tokens a cycle, and whom it beats.
 
     python -m bench.demo.draft_score --draft mlx_flashnext/demo/draft --v1 SCRATCH/draft-v1
-    python -m bench.demo.draft_score --draft DIR --only dflash2,lookup --per-genre 3 --json FILE
+    python -m bench.demo.draft_score --only dflash2,lookup --per-genre 3 --answers FILE --json FILE
 
 Greedy answers with the governor off, every drafter proposing all it may; each answer must be that of plain
 decode, token by token. `tok/cyc` pools committed tokens over cycles. Answers that say some 8 tokens in a row
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import pathlib
 import random
@@ -23,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,28 @@ class Answer:
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     confidence: list[tuple[float, ...]] = field(default_factory=list)
+
+
+class Kept:
+    """Answers that were given already, a line of JSON each; a run that was cut short goes on behind them.
+
+    Args:
+        path: of the file; made if it is not there. It belongs to these drafts and this demo.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self.answers: dict[str, Answer] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            name, fields = json.loads(line)
+            self.answers[name] = Answer(**fields)
+
+    def name(self, kind: str, prompt: Sequence[int]) -> str:
+        return f"{kind} {hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()[:16]}"
+
+    def add(self, kind: str, prompt: Sequence[int], answer: Answer) -> None:
+        with self._path.open("a") as stream:
+            stream.write(json.dumps([self.name(kind, prompt), asdict(answer)]) + "\n")
 
 
 class Watcher:
@@ -150,13 +173,20 @@ def held_out(per_genre: int) -> tuple[list[dict[str, Any]], list[list[int]]]:
     return chosen, chat_prompts(demo_dir(), Tokenizer.open(demo_dir()), texts)
 
 
-def serve(kind: str, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[Answer]:
-    """Return the greedy answer to every prompt, each in a conversation of its own."""
-    found: list[Answer] = []
+def serve(
+    kind: str, prompts: Sequence[Sequence[int]], args: argparse.Namespace, kept: Kept | None = None
+) -> list[Answer]:
+    """Return the greedy answer to every prompt, each in a conversation of its own, or as it was kept."""
+    found = [None if kept is None else kept.answers.get(kept.name(kind, prompt)) for prompt in prompts]
+    if None not in found:
+        return [answer for answer in found if answer is not None]
     with opened(kind, args) as (engine, make):
+        drafter = make()
         for number, prompt in enumerate(prompts):
+            if found[number] is not None:
+                continue
             watcher = Watcher()
-            session = engine.session(make(), is_guarded=False, recorder=watcher)
+            session = engine.session(drafter, is_guarded=False, recorder=watcher)
             events = list(
                 session.generate(prompt, GREEDY, max_tokens=MAX_TOKENS, stop_ids=engine.tokenizer.eos_ids)
             )
@@ -164,9 +194,11 @@ def serve(kind: str, prompts: Sequence[Sequence[int]], args: argparse.Namespace)
             assert isinstance(end, Finished)
             answer.tokens = [event.token_id for event in events if isinstance(event, Token)]
             answer.cycles, answer.failures = end.statistics.cycles, end.statistics.draft.num_failures
-            found.append(answer)
+            found[number] = answer
+            if kept is not None:
+                kept.add(kind, prompt, answer)
             print(f"{kind}: {number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
-    return found
+    return [answer for answer in found if answer is not None]
 
 
 def repeats(tokens: Sequence[int]) -> bool:
@@ -298,11 +330,13 @@ def main() -> None:
     ap = arguments(__doc__)
     ap.add_argument("--per-genre", type=int, default=20, help="held-out prompts of each genre")
     ap.add_argument("--json", type=pathlib.Path, help=f"default: {RESULT.name} in results/ of a whole run")
+    ap.add_argument("--answers", type=pathlib.Path, help="keep answers here; go on from those that are there")
     args = ap.parse_args()
     chosen, prompts = held_out(args.per_genre)
     kinds = drafters_of(args)
-    plain = serve("none", prompts, args)
-    served = {kind: serve(kind, prompts, args) for kind in kinds}
+    kept = Kept(args.answers) if args.answers else None
+    plain = serve("none", prompts, args, kept)
+    served = {kind: serve(kind, prompts, args, kept) for kind in kinds}
     found = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "num_prompts": len(prompts),

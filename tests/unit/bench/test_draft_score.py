@@ -1,6 +1,6 @@
 """The arithmetic of the demo draft's study, on answers made by hand."""
 
-from bench.demo.draft_score import Answer, bars, figures, held_out, interval, repeats, report
+from bench.demo.draft_score import Answer, Kept, bars, figures, held_out, interval, repeats, report
 
 
 def answer(tokens: int, proposed: list[int], accepted: list[int], confidence: float = 0.8) -> Answer:
@@ -80,3 +80,14 @@ def test_the_prompts_are_the_sixty_that_nobody_trains_on():
     assert len(prompts) == 60
     assert sorted({task["genre"] for task in chosen}) == ["code", "stories", "sums"]
     assert [task["genre"] for task in held_out(1)[0]] == ["sums", "code", "stories"]
+
+
+def test_kept_answers_are_read_back_as_they_were(tmp_path):
+    place = tmp_path / "answers.jsonl"
+    given = answer(30, [7, 0], [2, 0], confidence=0.5)
+    Kept(place).add("dflash2", [1, 2], given)
+    kept = Kept(place)
+    found = kept.answers[kept.name("dflash2", [1, 2])]
+    assert figures([found]) == figures([given])
+    assert kept.name("dflash2", [1, 3]) not in kept.answers
+    assert kept.name("off", [1, 2]) not in kept.answers
