@@ -96,6 +96,30 @@ def test_a_hint_for_what_is_resident_or_in_flight_costs_nothing():
     assert outcomes(rig) == {HintOutcome.RESIDENT: 1, HintOutcome.IN_FLIGHT: 2, HintOutcome.ACCEPTED: 1}
 
 
+def test_whoever_hands_hints_over_is_told_which_of_them_led_to_reads():
+    rig = make_rig(slots=4, lengths=ONE)
+    rig.load(0, [1])
+    issued: list[Prefetch] = []
+    rig.store.prefetch(hints(0, 1, 3, 3), owner=1, generation=0, issued=issued)
+    assert issued == hints(0, 3)
+
+
+def test_guesses_wake_no_more_readers_than_may_read_them():
+    rig = make_rig(slots=8, lengths=ONE)
+    woken: list[int] = []
+    wake = rig.reader.wake
+    rig.reader.wake = lambda num_jobs: (woken.append(num_jobs), wake(num_jobs))[1]
+    rig.store._dispatcher._max_guesses_reading = 2
+    rig.store.prefetch(hints(0, 1, 2, 3), owner=1, generation=0)
+    rig.reader.begin()
+    rig.store.prefetch(hints(0, 4, 5), owner=1, generation=0)
+    rig.reader.begin()
+    rig.store.prefetch(hints(0, 6), owner=1, generation=0)
+    assert woken == [2, 1], "two are on the wire: the third must not wake anybody"
+    rig.reader.run()
+    assert rig.store.statistics().num_queued == 0, "whoever ends a guess takes the next"
+
+
 def test_a_newer_hint_takes_over_a_queued_guess_if_it_is_more_urgent():
     rig = make_rig(slots=6, lengths=ONE)
     rig.store.prefetch(hints(0, 1, read_class=SPECULATIVE, deadline=9), owner=7, generation=0)
