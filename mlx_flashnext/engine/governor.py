@@ -8,9 +8,9 @@ small share of plain time and whatever speculation saves. An empty purse means p
 Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
     token's own probability (dflash2.md 3.4, rule 8).
-V2  What speculation may lose is bounded: the opening allowance, `TRY_SHARE` of plain time, and the one cycle
-    that empties the purse. It stays open only while a width that was measured `WELL_MEASURED` times gains on
-    plain steps by what both really cost here.
+V2  What speculation may lose is bounded: its first cycle, the opening allowance, `TRY_SHARE` of plain time,
+    and the cycle that empties the purse. An empty one is overdrawn only while a width that was measured
+    `WELL_MEASURED` times gains on plain steps by what both really cost here.
 
 How near it comes to the best fixed width is tested on three tables of costs (`test_governor.py`) and
 measured by `python -m bench.studies.speculation_speed guard`. Source: dflash2.md 2.8, 2.9 and G22.
@@ -23,7 +23,7 @@ from typing import Final
 
 TRY_SHARE: Final = 0.015
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
-OPENING_STEPS: Final = 0.5
+OPENING_STEPS: Final = 1.0
 """Plain steps that an answer may lose before it has gained anything."""
 LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
@@ -76,6 +76,7 @@ class Governor:
         """Their medians, with what is known of `costs`; kept, because every cycle asks for all of them."""
         self._purse_ns: float | None = None
         self._since_plain = 0
+        self._has_drafted = False
         self._num_drafting = self._drafting_ns = self._drafted_tokens = 0
         self._num_measured: Counter[int] = Counter()
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
@@ -124,12 +125,14 @@ class Governor:
                 least it can tell.
         """
         cycle_ns = max(1, cycle_ns)
-        self._num_measured[num_proposed] += 1
-        self._cycle_ns.setdefault(num_proposed, deque(maxlen=_REMEMBERED)).append(cycle_ns)
-        self._typical_ns[num_proposed] = self._median_ns(num_proposed)
-        if num_proposed == 0:
-            for width in range(1, len(self._costs)):
-                self._typical_ns[width] = self._median_ns(width)
+        if num_proposed:
+            self._since_plain += 1
+            self._learn(num_proposed, num_accepted)
+            if not self._has_drafted:
+                # It made the drafter's kernels and caches: what it took says nothing of the next one.
+                self._has_drafted = True
+                return
+        self._measure(num_proposed, cycle_ns)
         plain_ns = self._cost_ns(0)
         if num_proposed == 0:
             self._since_plain = 0
@@ -138,11 +141,9 @@ class Governor:
                 self._purse_ns = OPENING_STEPS * plain_ns
             gained = TRY_SHARE * min(cycle_ns, 2 * plain_ns)
         else:
-            self._since_plain += 1
             self._num_drafting += 1
             self._drafting_ns += cycle_ns
             self._drafted_tokens += num_tokens
-            self._learn(num_proposed, num_accepted)
             gained = num_tokens * plain_ns - cycle_ns if plain_ns is not None else 0.0
         if self._purse_ns is not None and plain_ns is not None:
             self._purse_ns = min(self._purse_ns + gained, LARGEST_STEPS * plain_ns)
@@ -172,6 +173,14 @@ class Governor:
                 break
             known.append(cost_ns / plain_ns)
         return tuple(known)
+
+    def _measure(self, width: int, cycle_ns: int) -> None:
+        self._num_measured[width] += 1
+        self._cycle_ns.setdefault(width, deque(maxlen=_REMEMBERED)).append(cycle_ns)
+        self._typical_ns[width] = self._median_ns(width)
+        if width == 0:
+            for other in range(1, len(self._costs)):
+                self._typical_ns[other] = self._median_ns(other)
 
     def _learn(self, num_proposed: int, num_accepted: int) -> None:
         for slot in range(min(num_proposed, self._max_width, num_accepted + 1)):
