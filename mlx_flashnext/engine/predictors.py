@@ -242,17 +242,14 @@ class Oracle(_Silent):
         self._routes = routes
         self._looks_beyond = looks_beyond
         self._position = self._num_rows = 0
-        self._named: dict[int, tuple[int, int]] = {}  # by layer: position and rows of the block named before
 
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
-        """Return the routes of the block's positions, of layers for which they were not named before."""
+        """Return the routes of the block's positions, again: what was resident when named may have left."""
         self._position, self._num_rows = position, len(tokens)
-        named, self._named = self._named, {}
         found = dict.fromkeys(
             (layer, expert)
             for row in range(self._num_rows)
             for layer, experts in self._routes.at(position + row).items()
-            if named.get(layer) != (position, self._num_rows)
             for expert in experts
         )
         return [Guess(layer, expert) for layer, expert in found]
@@ -263,7 +260,6 @@ class Oracle(_Silent):
         if not self._looks_beyond:
             return ()
         start = self._position + self._num_rows
-        self._named[layer] = (start, self._num_rows)
         rows = range(start, start + self._num_rows)
         found = dict.fromkeys(expert for row in rows for expert in self._routes.at(row).get(layer, ()))
         return [Guess(layer, expert, passes_ahead=1) for expert in found]

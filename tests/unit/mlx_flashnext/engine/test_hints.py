@@ -91,19 +91,6 @@ def test_the_oracle_names_the_block_at_its_start_and_the_next_one_layer_by_layer
     assert list(oracle.begin([9], 77)) == []
 
 
-def test_the_oracle_says_at_a_blocks_start_only_what_it_has_not_said_before():
-    routes = RecordedRoutes([Pass(at, 1, 1, {0: [[at]], 1: [[at + 1]]}) for at in range(4)])
-    oracle = Oracle(routes)
-    assert set(experts(oracle.begin([9], 0))) == {(0, 0), (1, 1)}
-    assert list(oracle.routed(0, [[0]])) == [Guess(0, 1, passes_ahead=1)]
-    assert experts(oracle.begin([9], 1)) == [(1, 2)], "layer 1 was not reached"
-    oracle.routed(0, [[1]])
-    oracle.routed(1, [[2]])
-    assert experts(oracle.begin([9], 2)) == []
-    oracle.routed(0, [[2]])
-    assert set(experts(oracle.begin([9, 9], 2))) == {(0, 2), (0, 3), (1, 3), (1, 4)}, "another block"
-
-
 def test_every_name_makes_its_predictor():
     setting = PredictorSetting(LAYERS, 2, routes=RecordedRoutes([]))
     made = {kind: type(make_predictor(kind, setting)).__name__ for kind in HINTS}
