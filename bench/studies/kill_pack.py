@@ -1,9 +1,9 @@
-"""Does a pack that is killed at random moments always go on to the identical pack?
+"""Does a pack, or a conversion, that is killed at random moments always go on to the identical one?
 
-Starts `flashnext pack` in a process, kills it with SIGKILL after a random time, starts it again, and so on
-until it gets through; compares the result byte for byte with a pack made in one go.
+Starts `flashnext pack` (or `convert`) in a process, kills it with SIGKILL after a random time, starts it
+again, and so on until it gets through; compares the result byte for byte with one made in one go.
 
-    python -m bench.studies.kill_pack --kills 200
+    python -m bench.studies.kill_pack --kills 200 [--work convert]
 """
 
 import argparse
@@ -21,9 +21,10 @@ from tests.tiny.checkpoints import build_hf
 from tests.tiny.packs import contents
 
 
-def pack(source: Path, target: Path) -> subprocess.Popen[bytes]:
+def start(work: str, source: Path, target: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a process of its own."""
     program = "from cli.app import main; main()"
-    command = [sys.executable, "-c", program, "pack", str(source), str(target), "--quiet"]
+    command = [sys.executable, "-c", program, work, str(source), str(target), "--quiet"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", choices=("pack", "convert"), default="pack")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     kills = packs = in_time = 0
@@ -40,12 +42,12 @@ def main() -> None:
         source = build_hf(Path(folder) / "model")
         whole, target = Path(folder) / "whole", Path(folder) / "pack"
         began = time.monotonic()
-        _, errors = pack(source, whole).communicate()
+        _, errors = start(options.work, source, whole).communicate()
         took = time.monotonic() - began
         assert whole.exists(), errors
         expected = contents(whole)
         while kills < options.kills:
-            process = pack(source, target)
+            process = start(options.work, source, target)
             # The program starts for most of the time: aim at what comes after.
             try:
                 _, errors = process.communicate(timeout=draw.uniform(0.3, 1.1) * took)
@@ -59,11 +61,12 @@ def main() -> None:
                 assert contents(target) == expected
                 shutil.rmtree(target)
                 packs += 1
-        process = pack(source, target)
+        process = start(options.work, source, target)
         process.communicate()
         assert contents(target) == expected
-    print(f"{kills} kills, {in_time} while files were being written, {packs + 1} packs, all identical")
-    print(json.dumps({"study": "kill_pack", "kills": kills, "while_writing": in_time, "packs": packs + 1}))
+    print(f"{kills} kills, {in_time} while files were being written, {packs + 1} wholes, all identical")
+    found = {"kills": kills, "while_writing": in_time, "wholes": packs + 1}
+    print(json.dumps({"study": "kill_pack", "work": options.work, **found}))
 
 
 if __name__ == "__main__":

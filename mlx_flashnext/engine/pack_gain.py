@@ -20,15 +20,13 @@ from expert_store.layout import RecordLayout
 from expert_store.source import ByteSource, FileSource
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
-from mlx_flashnext.engine.page_cache import prepare
+from mlx_flashnext.engine.page_cache import MOST_CACHED, drop, prepare
 
 ROUNDS: Final = 3
 SECONDS_EACH: Final = 0.5
 READERS: Final = 8
 FEW_RECORDS: Final = 64
 """Fewer records than this say little about a drive."""
-MOST_CACHED: Final = 0.1
-"""Share of pages in memory up to which a read was of the drive."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -92,6 +90,11 @@ def measure_gain(
         return PackGain(None, why=f"{num_records} records are too few to say anything")
     rounds: list[tuple[float, float]] = []
     shares: list[float | None] = []
+    try:
+        for path in _files_of(plain) + _files_of(packed):
+            drop(path)
+    except OSError as error:  # a file system that cannot; the pack is whole all the same
+        return PackGain(None, why=f"the page cache cannot be emptied: {error.strerror}")
     for number in range(ROUNDS):
         rates: dict[bool, list[float]] = {False: [], True: []}
         for turn, is_pack in enumerate((False, True, True, False)):
@@ -119,11 +122,9 @@ def _rate(
 ) -> tuple[float | None, float | None]:
     """Return bytes a second, and the share of the files that was in memory before."""
     records = [layout.record for layout in checkpoint.experts.values()]
-    used = {run.file for one in records for run in (*one.reads(0), *one.reads(one.num_experts - 1))}
-    files = [checkpoint.table.files[file].path for file in sorted(used)]
     order = [(one, expert) for one in records for expert in range(one.num_experts)]
     random.Random(seed).shuffle(order)
-    share = prepare(files, "cold").cached_share
+    share = prepare(_files_of(checkpoint), "cold").cached_share
     with FileSource(checkpoint.table.files, cache="bypass") as plain:
         source: ByteSource = wrap_source(plain)
         if checkpoint.records is not None:
@@ -135,6 +136,13 @@ def _rate(
             num_bytes = sum(count.result() for count in counts)
         wall_ns = time.perf_counter_ns() - began
     return num_bytes / wall_ns * 1e9 if wall_ns > 0 and num_bytes else None, share
+
+
+def _files_of(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files that hold routed experts."""
+    records = [layout.record for layout in checkpoint.experts.values()]
+    used = {run.file for one in records for run in (*one.reads(0), *one.reads(one.num_experts - 1))}
+    return [checkpoint.table.files[file].path for file in sorted(used)]
 
 
 def _read(source: ByteSource, left: deque[tuple[RecordLayout, int]], ends_s: float) -> int:
