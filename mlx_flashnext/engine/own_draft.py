@@ -72,7 +72,7 @@ def find_draft(checkpoint: Checkpoint, machine: Machine, request: PlanRequest) -
             return Found(reason="no draft lies beside the checkpoint")
         raise MissingDrafter(
             f"No draft there: {directory}",
-            hint="--draft-model DIR names one, --draft mtp or --draft lookup need none",
+            hint="--draft-model DIR names one, flashnext draft makes one, --draft mtp or lookup need none",
         )
     try:
         return Found(_judged(directory, checkpoint, machine, request.num_draft_tokens))

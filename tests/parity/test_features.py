@@ -124,13 +124,16 @@ def test_of_a_prompt_only_the_rows_of_the_window_are_captured(tiny_dir: Path, la
 
 
 def test_capture_adds_no_wait(tiny_dir: Path) -> None:
+    """Neither while the prompt is read nor while tokens are said."""
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=15, draft_tokens=3) as engine:
+    with open_tiny(tiny_dir, slots=15, step=8, draft_tokens=3) as engine:
         expected, _ = plain(engine, prompt, GREEDY)
         recorded = [*prompt, *expected.tokens]
-        waits = [
-            answer(engine.session(drafter, is_guarded=False), prompt, GREEDY).end.statistics.num_syncs
-            for drafter in (OracleDrafter(recorded, VOCAB), Capturing(recorded, 0.0, "next_attn_mix"))
-        ]
+        waits = []
+        for drafter in (OracleDrafter(recorded, VOCAB), Capturing(recorded, 0.0, "next_attn_mix")):
+            before = engine.target.sync.num_syncs
+            end = answer(engine.session(drafter, is_guarded=False), prompt, GREEDY).end
+            waits.append((end.statistics.num_syncs, engine.target.sync.num_syncs - before))
         # The drafter above brings every capture to the host itself; the engine's own count is the same.
         assert waits[0] == waits[1]
+        assert waits[0][1] > waits[0][0] > 0
