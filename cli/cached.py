@@ -38,7 +38,9 @@ class CachedModel:
     trouble: str
 
 
-class _Index(msgspec.Struct):
+class Index(msgspec.Struct):
+    """The index of a checkpoint: which file holds a tensor."""
+
     weight_map: dict[str, str]
 
 
@@ -63,7 +65,7 @@ def lacking(snapshot: Path) -> tuple[list[str], int]:
     A snapshot without an index, or with one that cannot be read, is left to whoever opens it.
     """
     try:
-        index = msgspec.json.decode((snapshot / INDEX).read_bytes(), type=_Index)
+        index = msgspec.json.decode((snapshot / INDEX).read_bytes(), type=Index)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [], 0
     names = sorted(set(index.weight_map.values()))

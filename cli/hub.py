@@ -8,7 +8,8 @@ Invariants:
     H1  a blob has its name only once its size and its digest are those that the Hub listed;
     H2  a revision's name (`refs/main`) moves to a commit only once all of it is here: an update that was cut
         short never hides what worked before;
-    H3  one commit is resolved at the start; every file is of that commit.
+    H3  one commit is resolved at the start; every file is of that commit;
+    H4  no name or digest of a listing leads out of the repository's folder.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
+from cli.cached import INDEX, Index
 from cli.errors import DAMAGED, INCOMPATIBLE, NOT_ENOUGH, USAGE, CommandError
 from cli.hub_errors import explained
 from cli.settings import hub_cache
 
 DOCUMENTS: Final = ("*.json", "*.jinja", "*.txt", "*.md", "LICENSE*", "NOTICE*")
 DATA: Final = "*.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 SPARE_BYTES: Final = 256 << 20
 """Left free on the disk beside what is fetched."""
 MAX_DOCUMENT_BYTES: Final = 64 << 20
@@ -80,8 +81,8 @@ class Listing:
         with explained(repo, revision):
             api = HfApi(library_name="flashnext")
             commit = api.repo_info(repo, revision=revision).sha
-            if not commit:
-                raise CommandError(f"The Hub names no commit: {repo}@{revision}", hint="try again later")
+            if not commit or not _is_hexadecimal(commit, 40):
+                raise _nonsense(f"commit {commit!r} of {repo}@{revision}")
             entries = api.list_repo_tree(repo, recursive=True, revision=commit)
             files = [_remote_file(entry) for entry in entries if isinstance(entry, RepoFile)]
         kept = tuple(file for file in files if _is_document(file.name) or fnmatch(file.name, DATA))
@@ -238,9 +239,30 @@ def repo_folder(repo: str) -> Path:
 
 
 def _remote_file(entry: Any) -> RemoteFile:
+    """Return a file of a listing; names and digests become paths here, so they are looked at (H4)."""
     if entry.lfs is not None:
-        return RemoteFile(entry.path, entry.lfs.size, entry.lfs.sha256, "sha256")
-    return RemoteFile(entry.path, entry.size, entry.blob_id, "git")
+        file = RemoteFile(entry.path, entry.lfs.size, entry.lfs.sha256, "sha256")
+    else:
+        file = RemoteFile(entry.path, entry.size, entry.blob_id, "git")
+    pure = PurePosixPath(file.name)
+    is_inside = not pure.is_absolute() and ".." not in pure.parts and str(pure) == file.name
+    if not is_inside or not file.name.isprintable():
+        raise _nonsense(f"file name {file.name!r}")
+    if not _is_hexadecimal(file.digest, 64 if file.kind == "sha256" else 40) or file.size < 0:
+        raise _nonsense(f"digest {file.digest!r} and size {file.size} of {file.name}")
+    return file
+
+
+def _is_hexadecimal(text: str, length: int) -> bool:
+    return len(text) == length and all(letter in "0123456789abcdef" for letter in text)
+
+
+def _nonsense(what: str) -> CommandError:
+    return CommandError(
+        f"The Hub's listing makes no sense: {what}",
+        hint="nothing was fetched; is HF_ENDPOINT what it should be?",
+        code=DAMAGED,
+    )
 
 
 def _is_document(name: str) -> bool:
@@ -264,12 +286,8 @@ def _is_revision(revision: str) -> bool:
 def _indexed(index: bytes) -> set[str]:
     """Return the files that an index names."""
     try:
-        return set(msgspec.json.decode(index, type=_Index).weight_map.values())
+        return set(msgspec.json.decode(index, type=Index).weight_map.values())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(
             f"{INDEX} cannot be read: {error}", hint="the repository is damaged", code=DAMAGED
         ) from error
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]

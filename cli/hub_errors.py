@@ -48,6 +48,11 @@ def explained(repo: str, revision: str, file: str = "") -> Generator[None]:
         raise CommandError(
             f"Cannot reach the Hub: {reason}: {what}", hint=f"check the connection; {_AGAIN}"
         ) from error
+    except ValueError as error:
+        raise CommandError(
+            f"The Hub's answer cannot be read: {what}",
+            hint="a page to log in to the network may answer in its place; is HF_ENDPOINT right?",
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CommandError(

@@ -24,6 +24,7 @@ class Fault:
         headers: with it.
         cut_after: bytes of the body that are sent before the connection is closed.
         change: what becomes of the body.
+        body: sent as it is with status 200.
         ignores_range: send all, though a part was asked for.
         hold: wait for this before each further MiB of the body.
     """
@@ -32,6 +33,7 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     cut_after: int | None = None
     change: Callable[[bytes], bytes] | None = None
+    body: bytes | None = None
     ignores_range: bool = False
     hold: threading.Event | None = None
 
@@ -100,6 +102,9 @@ class FakeHub:
             self.requests.append(seen)
             number = self._numbers[path] = self._numbers.get(path, 0) + 1
         fault = self.fault(path, number) or Fault()
+        if fault.body is not None:
+            self._send(request, 200, fault.body, {"Content-Type": "text/html"})
+            return
         if fault.status:
             self._send(request, fault.status, b"", fault.headers)
             return

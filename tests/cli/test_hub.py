@@ -104,6 +104,7 @@ def test_what_is_pulled_is_what_the_index_names_and_runs_without_network(web, fi
     assert f"ready    flashnext run --model {REPO}" in result.stdout
     found = find_model(REPO).directory
     assert found.name == commit
+    assert (found.parents[1] / "refs" / "main").read_text() == commit
     here = {path.name: path.read_bytes() for path in found.iterdir()}
     unread = {"model-q4.gguf", "consolidated.safetensors", "run.py"}
     assert here == {name: data for name, data in files.items() if name not in unread}
@@ -307,6 +308,36 @@ def test_no_hub_at_all_is_an_error_and_what_is_here_still_runs(web, files, monke
     assert result.exit_code == 1
     assert "Cannot reach the Hub" in result.stderr
     assert flashnext("plan", REPO).exit_code == 0
+
+
+def test_a_page_to_log_in_to_the_network_is_no_answer(web, files):
+    web.add(REPO, files)
+    web.fault = lambda _path, _n: Fault(body=b"<html>Welcome to the airport</html>")
+    result = flashnext("pull", REPO)
+    assert result.exit_code == 1
+    assert "The Hub's answer cannot be read" in result.stderr
+    assert "HF_ENDPOINT" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["../../outside.safetensors", "/tmp/outside.safetensors", "a//b.safetensors", "\x1b.md"]
+)
+def test_a_listing_cannot_lead_out_of_the_cache(web, files, name, tmp_path):
+    web.add(REPO, {**files, name: b"x"})
+    result = flashnext("pull", REPO)
+    assert result.exit_code == 5
+    assert "listing makes no sense" in result.stderr
+    assert not hub_cache().exists()
+    assert not list(tmp_path.rglob("outside*"))
+
+
+def test_a_digest_cannot_lead_out_of_the_cache(web, files):
+    web.add(REPO, files)
+    web.listed = lambda _name, data: (len(data), "../../../outside")
+    result = flashnext("pull", REPO)
+    assert result.exit_code == 5
+    assert "listing makes no sense" in result.stderr
+    assert not hub_cache().exists()
 
 
 def test_offline_is_honoured(web, files, monkeypatch):
