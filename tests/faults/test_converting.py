@@ -24,7 +24,7 @@ from tests.tiny.checkpoints import build_hf
 from tests.tiny.fp8 import build_fp8
 from tests.tiny.packs import contents, flip
 
-NUM_KILLS = 6
+NUM_KILLS = 5
 
 
 @pytest.fixture(scope="module")
