@@ -204,3 +204,16 @@ def test_an_index_that_was_not_written_is_noticed(source, tmp_path, monkeypatch)
     with pytest.raises(Exception, match=r"config\.json"):
         convert_checkpoint(source, tmp_path / "out", Recipe())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 7])
+def test_a_source_without_its_table_is_not_called_whole(tmp_path, kept):
+    """P84: a download without the n-gram table, or with some of its parts, converts to nothing."""
+    directory = build_hf(tmp_path / "model", dtype="bfloat16")
+    tensors, config = load(directory)
+    parts = [name for name in tensors if ".ngram_embedding." in name]
+    save(directory, {name: value for name, value in tensors.items() if name not in parts[kept:]}, config)
+    with pytest.raises(WeightMismatch, match="ngram_embedding") as caught:
+        convert_checkpoint(directory, tmp_path / "out", Recipe())
+    assert caught.value.hint
+    assert not list(tmp_path.glob("out*"))
