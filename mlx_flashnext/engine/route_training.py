@@ -224,7 +224,8 @@ def train_sidecar(
     survival = np.zeros((2, draft.config.block_size))
     for number, info in enumerate(infos):
         document = captures.read(info)
-        rows = clean_rows(engine, draft, document, number, request.num_anchors, generator)
+        starts = some_anchors(document, request.num_anchors, generator)
+        rows = clean_rows(engine, draft, document, number, starts)
         (aside if info.key in kept_aside else train).append(rows)
         if number < request.num_candidates:
             paths = served_paths(engine, document, _params(captures))
@@ -303,20 +304,19 @@ def survival_of(counts: NDArray[np.float64]) -> NDArray[np.float32]:
     return found
 
 
-def clean_rows(
-    engine: Engine,
-    draft: LoadedDraft,
-    document: CapturedDocument,
-    number: int,
-    num_anchors: int,
-    generator: np.random.Generator,
-) -> SidecarRows:
-    """Return the rows of some blocks of committed text, up to the end of the document."""
+def some_anchors(document: CapturedDocument, count: int, generator: np.random.Generator) -> list[int]:
+    """Return positions of the answer at which blocks may begin, drawn and ascending."""
     places = np.arange(max(1, document.num_prompt - 1), len(document.routes))
-    starts = np.sort(generator.choice(places, min(num_anchors, len(places)), replace=False))
+    return np.sort(generator.choice(places, min(count, len(places)), replace=False)).tolist()
+
+
+def clean_rows(
+    engine: Engine, draft: LoadedDraft, document: CapturedDocument, number: int, starts: Sequence[int]
+) -> SidecarRows:
+    """Return the rows of blocks of committed text that begin at some positions, block by block."""
     block = draft.config.block_size
     tokens = np.concatenate([document.tokens, np.zeros(block, np.int32)])
-    paths = {int(start): tokens[start : start + block] for start in starts}
+    paths = {start: tokens[start : start + block] for start in starts}
     kept = dict.fromkeys(paths, block)
     routes = {start: document.routes[start : start + block] for start in paths}
     return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=False)

@@ -30,6 +30,7 @@ from mlx_flashnext.engine.route_training import (
     clean_rows,
     near_reads,
     served_paths,
+    some_anchors,
     table_of,
     train_near,
     train_sidecar,
@@ -266,7 +267,8 @@ def test_planted_a_row_of_the_wrong_token_is_seen(tiny_dir, draft_dir, captures,
 def test_clean_rows_are_the_documents_own(tiny_dir, draft_dir, captures):
     with opened(tiny_dir, draft_dir, "off") as engine:
         draft, document = load_draft(engine, draft_dir), captures.read(captures.documents[1])
-        rows = clean_rows(engine, draft, document, 7, 5, np.random.default_rng(0))
+        starts = some_anchors(document, 5, np.random.default_rng(0))
+        rows = clean_rows(engine, draft, document, 7, starts)
     assert not rows.is_candidate.any()
     assert rows.is_kept.all()
     assert set(rows.document) == {7}
