@@ -16,7 +16,7 @@ from expert_store.errors import RecordCorrupt
 from expert_store.safetensors_index import TensorInfo
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.conversion.works import CopyWork, Deviation, ExpertsWork, Work, read_run
+from mlx_flashnext.conversion.works import CopyWork, Deviation, ExpertsWork, Work, convert_piece, read_run
 
 EXPERTS_CHECKED: Final = 4
 """Of each layer, the first and the last among them."""
@@ -91,7 +91,8 @@ def _compare(
     infos: Sequence[TensorInfo],
     deviation: Deviation | None,
 ) -> None:
-    for info, data in zip(infos, work.convert(piece, work.read(source, piece), deviation), strict=True):
+    parts = convert_piece(work, piece, work.read(source, piece), deviation)
+    for info, data in zip(infos, parts, strict=True):
         # All pieces are of one size, but for the last, which ends where its tensor does.
         is_last = piece == work.num_pieces - 1
         first = info.length - data.nbytes if is_last else piece * data.nbytes

@@ -32,6 +32,7 @@ from mlx_flashnext.conversion.values import (
     memory_of,
     outputs_of,
 )
+from mlx_flashnext.errors import ModelError
 
 PIECE_BYTES: Final = 8 << 20
 """Stored bytes of a piece of a matrix: about those of one BF16 expert."""
@@ -265,6 +266,24 @@ class ExpertsWork:
             values = decoder([raw[part] for part in self._parts[projection]], shape)
             found += _converted(values, self.spec, decoder.plain, deviation)
         return found
+
+
+def convert_piece(work: Work, piece: int, raw: Raw, deviation: Deviation | None = None) -> list[memoryview]:
+    """Return the bytes that each output of a work has for a piece.
+
+    Raises:
+        ModelError: MLX has no memory for it, or fails in another way; the tensor is named.
+        WeightMismatch: A value is not finite.
+    """
+    try:
+        return work.convert(piece, raw, deviation)
+    except (RuntimeError, MemoryError) as error:
+        name = work.outputs[0].name
+        raise ModelError(
+            f"Cannot convert piece {piece} of {name}: {error}",
+            hint="close other programs, then run the same command again: it goes on from where it stopped",
+            tensor=name,
+        ) from error
 
 
 def read_run(source: ByteSource, info: TensorInfo, first: int, length: int) -> memoryview:

@@ -35,7 +35,7 @@ from mlx_flashnext.config import LAYER_KINDS
 from mlx_flashnext.conversion.arranging import Arrangement, Section, arrange
 from mlx_flashnext.conversion.checking import LayerError, check_written
 from mlx_flashnext.conversion.recipe import Recipe
-from mlx_flashnext.conversion.works import Work, read_run
+from mlx_flashnext.conversion.works import Work, convert_piece, read_run
 from mlx_flashnext.documents import small_documents
 from mlx_flashnext.stored_numbers import float32_values
 
@@ -254,7 +254,7 @@ def _fill(
             for output in work.outputs:
                 ends.append(begin)
                 begin += output.length
-        for part, data in enumerate(work.convert(piece, raw)):
+        for part, data in enumerate(convert_piece(work, piece, raw)):
             stream.seek(ends[part])
             write_all(stream, data)
             ends[part] += data.nbytes

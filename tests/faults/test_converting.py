@@ -14,10 +14,10 @@ import pytest
 
 from expert_store import staging
 from expert_store.errors import NotEnoughSpace, RecordCorrupt, SourceChanged, TargetRefused, WriteFailed
-from mlx_flashnext.conversion import writing
+from mlx_flashnext.conversion import values, writing
 from mlx_flashnext.conversion.recipe import Recipe, parse_spec
 from mlx_flashnext.conversion.writing import convert_checkpoint
-from mlx_flashnext.errors import WeightMismatch
+from mlx_flashnext.errors import ModelError, WeightMismatch
 from tests.faults.test_packing import ROOT, Failing, Meddling, left_over
 from tests.tampering import load, save
 from tests.tiny.checkpoints import build_hf
@@ -217,3 +217,26 @@ def test_a_source_without_its_table_is_not_called_whole(tmp_path, kept):
         convert_checkpoint(directory, tmp_path / "out", Recipe())
     assert caught.value.hint
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_machine_without_memory_is_told_which_tensor_and_goes_on_later(
+    source, whole, tmp_path, monkeypatch
+):
+    """P25."""
+    honest, calls = values.mx.quantize, []
+
+    def starved(*arguments, **how):
+        calls.append(1)
+        if len(calls) == 40:
+            raise RuntimeError("[malloc] Unable to allocate 9830400 bytes")
+        return honest(*arguments, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(values.mx, "quantize", starved)
+        with pytest.raises(
+            ModelError, match=r"Cannot convert piece \d+ of \S+: .*Unable to allocate"
+        ) as caught:
+            convert_checkpoint(source, tmp_path / "out", Recipe())
+    assert "same command" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    assert contents(convert_checkpoint(source, tmp_path / "out", Recipe()).directory) == contents(whole)
