@@ -151,7 +151,9 @@ class ExpertReader:
     ) -> QuantSpec | None:
         weight = parts["weight"]
         lead = (self._sizes.experts, Size(rows.value * num_halves, rows.fields))
+        places = Place(name), Place(f"{name.rpartition('.')[0]}.{FUSED}")
         if weight.dtype in FLOATS:
+            self._quantization.check_plain(weight, *places)
             check_shape(weight, weight.shape, (*lead, columns), self._text)
             return None
         if weight.dtype != "U32":
@@ -159,8 +161,7 @@ class ExpertReader:
         if "scales" not in parts:
             raise missing_tensor(f"{name}.scales", "its weight is packed")
         check_shape(weight, weight.shape[:-1], lead, self._text)
-        fused = f"{name.rpartition('.')[0]}.{FUSED}"
-        configured = self._quantization.spec_of(Place(name), Place(fused))
+        configured = self._quantization.packed_spec(weight, *places)
         return quant_spec(columns, weight, parts["scales"], parts.get("biases"), configured, self._text)
 
     def _listed(self, layer: int, prefix: str, group: ExpertGroup) -> ExpertLayout:
@@ -241,6 +242,7 @@ class ExpertReader:
 
     def _matrix(self, prefix: str, leaf: str, parts: Parts, rows: Size, columns: Size) -> MatrixSpec | None:
         weight, module = parts["weight"], f"{prefix}.{leaf}"
+        places = Place(module), Place(f"{prefix}.{FUSED}")
         known: tuple[str, ...] = ("weight",)
         spec: MatrixSpec | None = None
         if weight.dtype == "F8_E4M3":
@@ -263,9 +265,10 @@ class ExpertReader:
             if "scales" not in parts:
                 raise missing_tensor(f"{module}.scales", "its weight is packed")
             check_shape(weight, weight.shape[:-1], (rows,), self._text)
-            configured = self._quantization.spec_of(Place(module), Place(f"{prefix}.{FUSED}"))
+            configured = self._quantization.packed_spec(weight, *places)
             spec = quant_spec(columns, weight, parts["scales"], parts.get("biases"), configured, self._text)
         elif weight.dtype in FLOATS:
+            self._quantization.check_plain(weight, *places)
             check_shape(weight, weight.shape, (rows, columns), self._text)
         else:
             raise mismatch(f"{weight.name}: experts of dtype {weight.dtype} are not known", weight.name)

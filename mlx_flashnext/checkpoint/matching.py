@@ -72,6 +72,8 @@ def _stored(
         raise mismatch(
             f"{weight.name}: dtype {weight.dtype}, {' or '.join(allowed)} was expected", weight.name
         )
+    if want.role == "matrix":
+        quantization.check_plain(weight, Place(want.name))
     shape = weight.shape
     if want.role == "conv" and len(shape) == 3 and 1 in shape[1:]:
         shape = (shape[0], shape[2] if shape[1] == 1 else shape[1])
@@ -88,7 +90,9 @@ def _quantised(
     rows, columns = want.sizes
     check_shape(weight, weight.shape[:-1], (rows,), text)
     biases = parts.get("biases")
-    spec = quant_spec(columns, weight, scales, biases, quantization.spec_of(Place(want.name)), text)
+    spec = quant_spec(
+        columns, weight, scales, biases, quantization.packed_spec(weight, Place(want.name)), text
+    )
     return StoredTensor(want.name, want.shape, spec, weight, scales, biases)
 
 

@@ -133,7 +133,9 @@ def _part(
     for part, info in parts.items():
         if part not in (("weight", "scales", "biases") if packed else ("weight",)):
             raise mismatch(f"Tensor not known: {info.name}", info.name)
+    places = Place(module, number), Place(module)
     if weight.dtype in (*FLOATS, "F8_E4M3"):
+        quantization.check_plain(weight, *places)
         check_shape(weight, weight.shape[1:], (width,), text)
         return (weight,), None
     if not packed:
@@ -141,6 +143,6 @@ def _part(
     scales, biases = parts.get("scales"), parts.get("biases")
     if scales is None:
         raise missing_tensor(f"scales of {where}", "its weight is packed")
-    configured = quantization.spec_of(Place(module, number), Place(module))
+    configured = quantization.packed_spec(weight, *places)
     spec = quant_spec(width, weight, scales, biases, configured, text)
     return tuple(info for info in (weight, scales, biases) if info is not None), spec

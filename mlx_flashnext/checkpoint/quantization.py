@@ -76,12 +76,41 @@ class Quantization:
                 overrides[Place(name.module, name.table_part)] = spec
         return cls(_spec(section, "quantization"), overrides)
 
-    def spec_of(self, *places: Place) -> QuantSpec | None:
-        """Return the spec of the first place that has an entry, or the default."""
-        for place in places:
-            if place in self.overrides:
-                return self.overrides[place]
-        return self.default
+    def packed_spec(self, weight: TensorInfo, *places: Place) -> QuantSpec | None:
+        """Return what the config says of a packed matrix: its own entry, or the default.
+
+        Args:
+            weight: The matrix, for messages.
+            places: What its entry may be called.
+
+        Raises:
+            WeightMismatch: Its entry says that it is not quantised.
+        """
+        own = next((place for place in places if place in self.overrides), None)
+        if own is None:
+            return self.default
+        spec = self.overrides[own]
+        if spec is None:
+            raise mismatch(
+                f"{weight.name}: stored quantised, config.json quantization says it is not",
+                weight.name,
+                hint=WRONG_PAIR,
+            )
+        return spec
+
+    def check_plain(self, weight: TensorInfo, *places: Place) -> None:
+        """Refuse a matrix of plain numbers whose own entry says how it is quantised.
+
+        The default says nothing of a single matrix: packs leave plain what its group size does not divide.
+        """
+        own = next((place for place in places if place in self.overrides), None)
+        spec = None if own is None else self.overrides[own]
+        if spec is not None:
+            raise mismatch(
+                f"{weight.name}: stored as {weight.dtype}, config.json quantization says {_words(spec)}",
+                weight.name,
+                hint=WRONG_PAIR,
+            )
 
 
 def block_sizes(rows: Size, columns: Size, block: Fp8Blocks) -> tuple[Size, Size]:

@@ -1,11 +1,12 @@
 """Every size in config.json is checked against the tensors, and a wrong one is refused by name and value."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.errors import ModelError
+from mlx_flashnext.errors import ModelError, WeightMismatch
 from tests.tampering import load, save
 from tests.tiny.checkpoints import build_hf, build_mlx
 
@@ -86,3 +87,53 @@ def test_a_size_that_disagrees_with_the_tensors_is_refused_by_name_and_value(
 def test_the_unchanged_configs_open(tmp_path, checkpoints):
     for layout, (tensors, config) in checkpoints.items():
         assert open_checkpoint(save(tmp_path / layout, tensors, config)).layout == layout
+
+
+FOUR_BITS = {"bits": 4, "group_size": 32, "mode": "affine"}
+TABLE = "layers.1.ple.ple_embedding.ngram_embedding.shards.3"
+MODULES = [
+    "layers.0.mlp.switch_mlp.up_proj",
+    "layers.1.linear_attn.out_proj",
+    TABLE,
+    "mtp.layers.0.mlp.switch_mlp.down_proj",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_matrix_that_is_quantised_where_the_config_says_it_is_not_is_refused(
+    tmp_path: Path, module: str
+) -> None:
+    """P41: what the config says of one matrix is what it must be."""
+    directory = build_mlx(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_bytes())
+    prefix = "language_model." if module.startswith("mtp.") else "language_model.model."
+    for section in ("quantization", "quantization_config"):
+        config[section][prefix + module] = False
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightMismatch, match=r"stored quantised, config\.json quantization says it is not"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_matrix_that_is_plain_where_the_config_says_how_it_is_quantised_is_refused(
+    tmp_path: Path, module: str
+) -> None:
+    """P41, as it happened: experts of the MTP module built unquantised; every draft was refused."""
+    is_table = ".ngram_embedding." in module  # of one form as a whole
+
+    def quantise(name: str) -> bool:
+        return name != module and not (is_table and ".ngram_embedding." in name)
+
+    directory = build_mlx(tmp_path / "model", quantise=quantise)
+    config = json.loads((directory / "config.json").read_bytes())
+    prefix = "language_model." if module.startswith("mtp.") else "language_model.model."
+    for section in ("quantization", "quantization_config"):
+        for entry in [key for key in config[section] if key.endswith(module)]:
+            del config[section][entry]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(directory), "without an entry of its own a plain matrix is no contradiction"
+    for section in ("quantization", "quantization_config"):
+        config[section][prefix + module] = FOUR_BITS
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightMismatch, match=r"stored as F32, config\.json quantization says affine 4-bit"):
+        open_checkpoint(directory)
