@@ -31,8 +31,18 @@ def test_the_demo_has_every_part_of_the_architecture() -> None:
 
 
 def test_the_demo_is_small_enough_to_ship() -> None:
-    shipped = sum(path.stat().st_size for path in demo_dir().rglob("*") if path.suffix != ".pyc")
-    assert shipped <= 20 * MIB
+    files = [path for path in demo_dir().rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    own = sum(path.stat().st_size for path in files if path.parent == demo_dir())
+    assert own <= 20 * MIB
+    assert sum(path.stat().st_size for path in files) <= 26 * MIB  # with its draft and its route hints
+
+
+def test_the_demos_route_hints_belong_to_it_and_to_its_draft() -> None:
+    request = PlanRequest(context_tokens=256, slots_per_layer=DEMO_SLOTS, draft="dflash2", hints="both")
+    with Engine.open(demo_dir(), request) as engine:
+        assert engine.routes.notices == ()
+        assert engine.routes.near is not None
+        assert engine.routes.sidecar is not None
 
 
 def test_the_demo_streams_its_experts_by_default() -> None:
