@@ -26,6 +26,7 @@ NUM_TRIES: Final = 5
 """Times in a row that a connection may break without a byte having come."""
 RETRY_S: Final = 1.0
 """Before the second try; then twice as long each time."""
+STOP_S: Final = 2.0
 _POLL_S: Final = 0.2
 
 Progress = Callable[[str, int, int], None]
@@ -68,9 +69,12 @@ class _Fetching:
         self._is_stopped = threading.Event()
 
     def run(self, label: str, progress: Progress) -> None:
-        for _ in range(self._num_threads):
-            threading.Thread(target=self._work, name="pull", daemon=True).start()
-        left = self._num_threads
+        threads = [
+            threading.Thread(target=self._work, name="pull", daemon=True) for _ in range(self._num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        left = len(threads)
         try:
             while left:
                 with contextlib.suppress(queue.Empty):
@@ -79,6 +83,12 @@ class _Fetching:
                     if error is not None:
                         raise error
                 progress(label, min(self._num_here, self._total), self._total)
+        except Exception:
+            # What the others have begun they leave whole; one that waits for the Hub is not waited for.
+            self._is_stopped.set()
+            for thread in threads:
+                thread.join(STOP_S)
+            raise
         finally:
             self._is_stopped.set()
 

@@ -166,11 +166,10 @@ def test_p61_a_model_that_says_something_else_is_found_and_stays_found(model):
     machine = detect_machine()
     first = check_golden(model, machine, goldens())
     spoil_experts(model)
-    for _ in range(2):
-        result = flashnext("doctor", model)
-        assert result.exit_code == 5, result.output
-        assert "golden: DIFFERS from the first time after" in result.stdout
-        assert str(first.path) in result.stdout.replace("\n", "")
+    result = flashnext("doctor", model)
+    assert result.exit_code == 5, result.output
+    assert "golden: DIFFERS from the first time after" in result.stdout
+    assert str(first.path) in result.stdout.replace("\n", "")
     document = json.loads(flashnext("doctor", model, "--json").stdout)
     assert document["golden"]["outcome"] == "differs"
 

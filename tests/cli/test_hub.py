@@ -111,6 +111,11 @@ def test_what_is_pulled_is_what_the_index_names_and_runs_without_network(web, fi
     before = len(web.requests)
     plan = flashnext("plan", REPO, "--json")
     assert plan.exit_code == 0, plan.output
+    said = flashnext(
+        "run", "--model", REPO, "--ignore-chat-template", "-m", "2", "--no-warm", "--json", "abc"
+    )
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["model"]["name"] == REPO
     assert len(web.requests) == before, "a model in the cache needs no network"
 
 
@@ -274,12 +279,14 @@ def test_a_small_file_is_compared_too(web, files):
         (404, {"X-Error-Code": "RevisionNotFound"}, "no such revision", "leave out @REVISION"),
         (429, {}, "fewer requests (429)", "wait some minutes"),
         (500, {}, "has a fault (500)", "run the same line again"),
+        (502, {}, "has a fault (502)", "run the same line again"),
         (503, {}, "has a fault (503)", "run the same line again"),
     ],
 )
-@pytest.mark.parametrize("where", ["/api/models/org/tiny/revision/main", "/cdn/"])
-def test_what_the_hub_refuses_is_said_with_a_next_step(web, files, status, headers, message, hint, where):
+def test_what_the_hub_refuses_is_said_with_a_next_step(web, files, status, headers, message, hint):
+    """At the first request, and where the Hub refuses in the middle, at a file's bytes."""
     web.add(REPO, files)
+    where = "/cdn/" if status in (401, 429, 503) else "/api/models/org/tiny/revision/main"
     web.fault = lambda path, _n: Fault(status=status, headers=headers) if path.startswith(where) else None
     result = flashnext("pull", REPO)
     assert result.exit_code == 1, result.output

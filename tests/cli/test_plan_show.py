@@ -2,6 +2,7 @@
 files.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -177,7 +178,11 @@ def test_two_names_for_one_command_are_refused(mlx, hf):
     assert flashnext("show", mlx, "--model", mlx).exit_code == 0
 
 
-def test_the_table_needs_no_model_and_says_what_it_rests_on():
+def test_the_table_needs_no_model_and_says_what_it_rests_on(monkeypatch):
+    from mlx_flashnext.engine import plan_table
+
+    few = functools.partial(plan_table.plan_table, memory_gib=(16, 128))
+    monkeypatch.setattr(plan_table, "plan_table", few)
     result = flashnext("plan", "--table", "--drive", "6.5GB")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
