@@ -27,14 +27,11 @@ from expert_store.errors import StoreError
 from expert_store.keys import ExpertKey, Prefetch, ReadClass
 from expert_store.lease import Shelf
 from expert_store.read_queue import ReadQueue
-from expert_store.slots import SlotState
 from expert_store.stats import Fate, HintOutcome
 from expert_store.ticket import Ticket, TicketState
 
 _EXACT: Final = ReadClass.EXACT
 _GUESSES: Final = (ReadClass.NEAR, ReadClass.SPECULATIVE)
-_EMPTY: Final = SlotState.EMPTY
-_FULL: Final = SlotState.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +121,10 @@ class Prefetcher:
             limits.max_queued, limits.max_hints, limits.max_reads, budget_bytes, limits.min_exact_slots
         )
 
-    def sorted_hints(self, requests: Sequence[Prefetch]) -> tuple[list[Prefetch], int]:
-        """Return the hints in the order they are let in, and how many could not be; without the lock."""
+    def good_hints(self, requests: Sequence[Prefetch]) -> tuple[list[Prefetch], int]:
+        """Return the hints that are some, and how many of those looked at are not; without the lock."""
         looked_at = requests[: self._limits.max_hints]
         good = [hint for hint in looked_at if _is_hint(hint)]
-        good.sort(key=_urgency)
         return good, len(looked_at) - len(good)
 
     def hand_over(
@@ -138,7 +134,7 @@ class Prefetcher:
         generation: int,
         issued: list[Prefetch] | None = None,
     ) -> int:
-        """Let in what may be, noting it in `issued`; return the tickets issued."""
+        """Let in what may be, the most urgent first, noting it in `issued`; return the tickets issued."""
         counts = self._issuing.ledger.hints
         if self.is_stopped:
             counts[HintOutcome.STOPPED] += len(hints)
@@ -146,9 +142,14 @@ class Prefetcher:
         if generation < self._generations.get(owner, 0):
             counts[HintOutcome.STALE] += len(hints)
             return 0
+        absent = self._absent(hints)
+        counts[HintOutcome.RESIDENT] += len(hints) - len(absent)
+        if not absent:
+            return 0
+        absent.sort(key=_urgency)
         num_issued = 0
         now_ns = self._clock()
-        for hint in hints:
+        for hint in absent:
             outcome = self._let_in(hint, owner, generation, now_ns)
             counts[outcome] += 1
             if outcome is HintOutcome.ACCEPTED:
@@ -205,15 +206,22 @@ class Prefetcher:
             self._issuing.queue.remove(ticket)
             self._issuing.end_unread(ticket, Fate.CANCELLED)
 
+    def _absent(self, hints: Sequence[Prefetch]) -> list[Prefetch]:
+        """Return the hints whose record is not in a slot, whole: with many slots, few of them."""
+        shelves = self._shelves
+        found: list[Prefetch] = []
+        for hint in hints:
+            shelf = shelves.get(hint[0])
+            if shelf is None or not shelf.table.is_full(hint[1]):
+                found.append(hint)
+        return found
+
     def _let_in(self, hint: Prefetch, owner: int, generation: int, now_ns: int) -> HintOutcome:
         layer, expert, read_class, confidence, deadline = hint
         shelf = self._shelves.get(layer)
         if shelf is None or not 0 <= expert < shelf.table.num_experts:
             return HintOutcome.INVALID
         table = shelf.table
-        state = table.state_of(expert)
-        if state is _FULL:
-            return HintOutcome.RESIDENT
         issuing = self._issuing
         ticket = issuing.queue.find(ExpertKey(layer, expert)) if len(issuing.queue) else None
         if ticket is not None:

@@ -219,6 +219,13 @@ class SlotTable:
         slot = self._slot_of[expert]
         return _EMPTY if slot < 0 else self._states[slot]
 
+    def is_full(self, expert: int) -> bool:
+        """Return whether an expert, be there such a one or not, is in a slot, whole."""
+        if not 0 <= expert < self.num_experts:
+            return False
+        slot = self._slot_of[expert]
+        return slot >= 0 and self._states[slot] is _FULL
+
     def has_been(self, expert: int) -> bool:
         """Return whether the record of an expert has ever been in a slot, whole."""
         return bool(self._has_been[expert])

@@ -279,7 +279,7 @@ class ExpertStore:
         Returns:
             Tickets issued.
         """
-        hints, num_invalid = self._prefetcher.sorted_hints(requests)
+        hints, num_invalid = self._prefetcher.good_hints(requests)
         with self._lock:
             self._finish_leaving()
             counts = self._dispatcher.ledger.hints

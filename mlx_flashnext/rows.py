@@ -6,6 +6,7 @@
 # Shapes: T positions, N n-gram heads.
 
 from collections.abc import Sequence
+from typing import Final
 
 import mlx.core as mx
 
@@ -13,7 +14,24 @@ from expert_store.rows import RowBatch, RowTable
 from expert_store.stats import RowStatistics
 from mlx_flashnext.banks import RowBanks
 from mlx_flashnext.checkpoint import NgramLayout
+from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.model.quant import dequantize_rows
+
+MAX_ROW_READERS: Final = 16
+
+
+def row_readers(config: ModelConfig, least: int) -> int:
+    """Return the threads that read rows: one for each row of a token, so that all latencies overlap.
+
+    With four for the demo's six rows, two waves of reads stood in line behind guesses on a busy drive, and
+    the second was not there when its layer asked for it.
+
+    Args:
+        config: model geometry.
+        least: readers of experts; rows have no fewer.
+    """
+    num_rows = (config.ngram_size - 1) * config.heads_per_ngram
+    return max(least, min(num_rows, MAX_ROW_READERS))
 
 
 class StreamedRows:

@@ -46,7 +46,7 @@ from mlx_flashnext.engine.warm import WarmStart, open_warm_start
 from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync
-from mlx_flashnext.rows import StreamedRows
+from mlx_flashnext.rows import StreamedRows, row_readers
 from mlx_flashnext.tokenizer import Tokenizer
 from mlx_flashnext.weights import CheckpointWeights
 
@@ -269,7 +269,8 @@ def _open_target(
     )
     resources.callback(store.close)
     row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
-    table = RowTable(checkpoint.ngram.record, source, row_banks, num_readers=plan.num_readers)
+    num_row_readers = row_readers(checkpoint.config, plan.num_readers)
+    table = RowTable(checkpoint.ngram.record, source, row_banks, num_readers=num_row_readers)
     resources.callback(table.close)
     sync = HostSync()
     experts = StreamedExperts(store, banks, slots, sync)

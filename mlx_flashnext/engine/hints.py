@@ -163,10 +163,12 @@ class Hints:
             return HandOver()
         hints: list[Prefetch] = []
         furthest = 0
+        lets_in, num_layers = self._worth.lets_in, self._num_layers
+        now = self._pass * num_layers
         try:
             for layer, expert, confidence, passes_ahead in guesses[:MAX_HINTS]:
-                deadline = (self._pass + passes_ahead) * self._num_layers + layer
-                if not self._worth.lets_in(deadline, expert, confidence):
+                deadline = now + passes_ahead * num_layers + layer
+                if not lets_in(deadline, expert, confidence):
                     continue
                 if passes_ahead > 0:
                     furthest = LONGEST_HINT
