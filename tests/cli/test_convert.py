@@ -36,11 +36,11 @@ def test_a_conversion_is_made_shown_and_compared(source, tmp_path):
     assert document["model"]["layout"] == "mlx"
     assert (document["missing"], document["unknown"]) == ([], [])
     compared = flashnext(
-        "compare", source, out, "--slots", "8", "-c", "256", "--prompts", "2", "--tokens", "4"
+        "compare", source, out, "--slots", "8", "-c", "256", "--prompts", "1", "--tokens", "4"
     )
     assert compared.exit_code == 0, compared.output
-    assert "of 8 positions" in compared.stdout
-    assert "2 prompts" in compared.stdout
+    assert "of 4 positions" in compared.stdout
+    assert "1 prompt" in compared.stdout
     assert len([line for line in compared.stdout.splitlines() if line.strip()[:1].isdigit()]) == 4
 
 
@@ -58,7 +58,9 @@ def test_documents_for_programs(source, tmp_path):
     }
     assert {error["part"] for error in made["errors"]} == {"experts", "trunk", "table", "head"}
     assert len(made["dropped"]) == 31 + 4
-    same = flashnext("compare", source, source, "--slots", "8", "-c", "256", "--prompts", "1", "--json")
+    same = flashnext(
+        "compare", source, source, "--slots", "8", "-c", "256", "--prompts", "1", "--tokens", "2", "--json"
+    )
     assert json.loads(same.stdout)["agreement"] == 1
 
 
@@ -104,6 +106,8 @@ def test_refusals_have_their_exit_codes_and_hints(source, tmp_path):
 
 def test_two_models_are_not_two_builds_of_one(source, tmp_path):
     other = build_hf(tmp_path / "other", overrides={"num_hidden_layers": 3})
-    result = flashnext("compare", source, other, "--slots", "8", "-c", "256")
+    result = flashnext(
+        "compare", source, other, "--slots", "8", "-c", "256", "--prompts", "1", "--tokens", "1"
+    )
     assert result.exit_code == 2
     assert "Not two builds of one model" in result.stderr

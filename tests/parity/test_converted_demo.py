@@ -17,7 +17,7 @@ from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.sampler import SamplingParams
 from tests.tiny.plain_demo import build_plain_demo
 
-TOKENS, SLOTS = 16, 24
+TOKENS, MTP_TOKENS, SLOTS = 12, 24, 24
 REQUEST = PlanRequest(context_tokens=512, slots_per_layer=SLOTS)
 
 
@@ -41,7 +41,7 @@ def answer_with_mtp(directory: Path) -> tuple[list[int], int, int]:
         (prompt,) = chat_prompts(directory, engine.tokenizer, demo_tasks()[:1])
         session = engine.session(is_guarded=False)
         events = list(
-            session.generate(prompt, SamplingParams(temperature=0.0), max_tokens=TOKENS, stop_ids=())
+            session.generate(prompt, SamplingParams(temperature=0.0), max_tokens=MTP_TOKENS, stop_ids=())
         )
     assert isinstance(events[-1], Finished)
     draft = events[-1].statistics.draft
@@ -69,12 +69,13 @@ def test_a_converted_mtp_module_is_accepted_as_before_and_a_damaged_one_is_not(
     _, proposed, accepted = answer_with_mtp(plain)
     assert accepted > 0.4 * proposed
     tokens, proposed, kept = answer_with_mtp(converted)
-    assert kept > 0.4 * proposed
+    share = kept / proposed
+    assert share > 0.4
     recipe = Recipe(experts=parse_spec("3"), mtp_experts=parse_spec("mxfp8"), mtp_trunk=parse_spec("8"))
     broken = damage_mtp(convert_checkpoint(plain, tmp_path / "broken", recipe).directory)
     again, proposed, kept = answer_with_mtp(broken)
     assert again == tokens  # the target alone decides
-    assert kept < 0.2 * proposed
+    assert kept / proposed < 0.5 * share
 
 
 def digest(tensors: dict[str, mx.array]) -> str:
