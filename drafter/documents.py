@@ -1,7 +1,8 @@
 """Reads JSON from strangers: one object, bounded, nothing overlooked.
 
 Entry point: `parse_object`. Refused: more than 1 MiB, anything but UTF-8, nesting that exhausts the parser, a
-key listed twice, NaN and infinities (which JSON does not have but many parsers take), absurdly long numbers.
+key listed twice, NaN and infinities (which JSON does not have but many parsers take), absurdly long numbers,
+half of a surrogate pair (a string that no file and no terminal can hold).
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[
             parse_constant=_no_constant,
             parse_float=_finite,
         )
+        if b"\\u" in data:
+            json.dumps(document, ensure_ascii=False).encode(
+                "utf-8"
+            )  # halves of pairs come from escapes alone
     except (ValueError, RecursionError, DocumentRefused) as error:
         raise DocumentRefused(f"{name} is not a plain JSON document: {error}") from None
     if not isinstance(document, dict):

@@ -223,6 +223,8 @@ def parse_config(raw: bytes, directory: Path) -> Mapping[str, object]:
     path = directory / "config.json"
     try:
         data: object = json.loads(raw)
+        if b"\\u" in raw:
+            json.dumps(data, ensure_ascii=False).encode()  # no half of a surrogate pair: nothing can show it
     except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(
             f"Cannot read {path}: {error}", hint="download the checkpoint again"
