@@ -1,4 +1,4 @@
-"""A countdown that wakes whoever waits once, when the last of several things has ended. Entry: `Completion`.
+"""A countdown that wakes whoever waits once, when the last of several things ended: `Completion`, `Watcher`.
 
 Invariants:
     C1  `pending` only falls, under the lock of the desk that counts it down;
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from expert_store.errors import StoreError
+from expert_store.errors import StoreError, WouldBlock
+from expert_store.ticket import Need, Ticket
 
 _CHECK_INTERVAL_S: Final = 0.5
 """How often a waiter looks whether anybody is left to wake it. Costs nothing against a read of a second."""
@@ -68,3 +69,26 @@ class Completion:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             check()
+
+
+class Watcher:
+    """Waits for tickets without wanting their records."""
+
+    __slots__ = ("_completion",)
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        """Watch tickets that have not ended; the caller holds the store's lock."""
+        self._completion = Completion(len(tickets))
+        for ticket in tickets:
+            ticket.waiters.append(self)
+
+    def wait(self, timeout_s: float | None, check: Callable[[], None]) -> None:
+        """Block until all have ended; raises `WouldBlock` when the time is up, or the first error."""
+        if not self._completion.wait(timeout_s, check):
+            raise WouldBlock(f"{self._completion.pending} reads are under way after {timeout_s:g} s")
+
+    def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:
+        """Count one end; the record itself is not wanted."""
+        del ticket
+        self._completion.count_down(error)
+        return Need.NONE

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from expert_store.books import LayerCounters
-from expert_store.completion import Completion
+from expert_store.completion import Watcher
 from expert_store.dispatch import Dispatcher
 from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
 from expert_store.keys import Prefetch, ReadClass, WaitCause
@@ -37,7 +37,7 @@ from expert_store.reader import Reader, SlotMemory, ThreadReader
 from expert_store.slots import SlotState, SlotTable
 from expert_store.source import ByteSource
 from expert_store.stats import HintOutcome, LayerStatistics, StoreStatistics
-from expert_store.ticket import NO_SLOT, Need, Ticket
+from expert_store.ticket import NO_SLOT
 from expert_store.unverified import UnverifiedDemands
 
 POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = MappingProxyType(
@@ -239,8 +239,8 @@ class ExpertStore:
                 hint="preload needs a slot for every expert",
                 layer=layer,
             )
-        starts = range(0, table.num_experts, _PRELOAD_BATCH)
-        batches = [range(start, min(start + _PRELOAD_BATCH, table.num_experts)) for start in starts]
+        everything = range(table.num_experts)
+        batches = [everything[at : at + _PRELOAD_BATCH] for at in everything[::_PRELOAD_BATCH]]
         following = self.request(layer, batches[0])
         for number, batch in enumerate(batches):
             current = following
@@ -266,18 +266,14 @@ class ExpertStore:
         """Hand over hints: records that will probably be demanded. Neither blocks nor reads nor raises.
 
         One acquisition of the lock and work bounded by `PrefetchLimits.max_hints`, whatever the hints say;
-        those that make no sense, are late or too many are counted and forgotten (`StoreStatistics.hints`).
-        A hint for a record that is resident or in flight costs nothing. Any thread.
+        senseless, late and too many ones are counted and forgotten (`StoreStatistics.hints`). Any thread.
 
         Args:
             requests: Hints, in any order.
             owner: Id of the request on whose behalf they are.
             generation: The owner's generation they belong to. An older one than `advance` has reached is
                 refused; a later one is let in and outlives every `advance` before its own end.
-            issued: The hints that led to tickets are appended here.
-
-        Returns:
-            Tickets issued.
+            issued: The hints that led to tickets, whose number is returned, are appended here.
         """
         hints, num_invalid = self._prefetcher.good_hints(requests)
         with self._lock:
@@ -367,7 +363,7 @@ class ExpertStore:
             WorkerDied: They will never end.
         """
         with self._lock:
-            watcher = _Watcher(self._dispatcher.queue.in_flight())
+            watcher = Watcher(self._dispatcher.queue.in_flight())
         watcher.wait(timeout_s, self._check_reader)
 
     def _take(
@@ -393,7 +389,7 @@ class ExpertStore:
             counters.num_misses += len(missing) - num_joined
         return request
 
-    def _watch_guesses(self, layer: int, experts: tuple[int, ...], error: SlotsExhausted) -> _Watcher:
+    def _watch_guesses(self, layer: int, experts: tuple[int, ...], error: SlotsExhausted) -> Watcher:
         """Watch the guesses that hold slots of a layer, if those are what a demand lacks; else raise."""
         room, num_guessed, wanted = (error.context[name] for name in ("room", "num_guessed", "wanted"))
         assert isinstance(room, int)
@@ -403,17 +399,17 @@ class ExpertStore:
             raise error
         held = [t for t in self._dispatcher.queue.in_flight() if t.key.layer == layer and t.slot != NO_SLOT]
         guesses = [ticket for ticket in held if ticket.read_class is not ReadClass.EXACT]
-        return _Watcher([ticket for ticket in guesses if ticket.key.expert not in experts])
+        return Watcher([ticket for ticket in guesses if ticket.key.expert not in experts])
 
     def _wait_for_slots(self, shelf: Shelf, timeout_s: float | None) -> None:
         """Block until every ticket that holds a slot of the layer now has ended; queued guesses hold none."""
         layer = shelf.table.layer
         with self._lock:
             tickets = self._dispatcher.queue.in_flight()
-            watcher = _Watcher([t for t in tickets if t.key.layer == layer and t.slot != NO_SLOT])
+            watcher = Watcher([t for t in tickets if t.key.layer == layer and t.slot != NO_SLOT])
         self._stand_still(shelf, watcher, timeout_s)
 
-    def _stand_still(self, shelf: Shelf, watcher: _Watcher, timeout_s: float | None) -> None:
+    def _stand_still(self, shelf: Shelf, watcher: Watcher, timeout_s: float | None) -> None:
         """Wait for slots, and count how long (exposed wait)."""
         began_ns = shelf.clock()
         try:
@@ -464,27 +460,6 @@ class ExpertStore:
             with self._lock:
                 self._dispatcher.reader_failed(error)
             raise
-
-
-class _Watcher:
-    """Waits for tickets without wanting their records."""
-
-    __slots__ = ("_completion",)
-
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
-        """Watch tickets that have not ended; the caller holds the store's lock."""
-        self._completion = Completion(len(tickets))
-        for ticket in tickets:
-            ticket.waiters.append(self)
-
-    def wait(self, timeout_s: float | None, check: Callable[[], None]) -> None:
-        if not self._completion.wait(timeout_s, check):
-            raise WouldBlock(f"{self._completion.pending} reads are under way after {timeout_s:g} s")
-
-    def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:
-        del ticket
-        self._completion.count_down(error)
-        return Need.NONE
 
 
 def _layer_statistics(shelf: Shelf) -> LayerStatistics:
