@@ -84,8 +84,8 @@ def drop(path: Path) -> None:
 def cached_share(files: Sequence[Path], seed: int | None = None) -> float | None:
     """Return the share of sampled pages that are in memory; None where the system does not say.
 
-    A page that is looked at and is not in memory is fetched, though nobody waits for it: so each call looks at
-    pages of its own, unless a seed says otherwise, and no page is read ahead of those.
+    A page that is looked at and is not in memory is fetched, though nobody waits for it: so each call looks
+    at pages of its own, unless a seed says otherwise, and no page is read ahead of those.
     """
     if sys.platform != "linux" or not files:
         return None
