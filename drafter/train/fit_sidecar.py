@@ -165,9 +165,10 @@ def loss_and_gradients(params: Values, batch: SidecarBatch, top_k: int) -> tuple
     seen = params["seen"].reshape(-1, params["seen"].shape[-1])
     code = batch.inputs @ whole.T + params["slot"][batch.slots] + batch.seen @ seen
     z = code[None] + params["layer"][:, None]
-    gate: NDArray[np.float32] = 1 / (1 + np.exp(-np.clip(z, -_CLIP, _CLIP)))
+    one = np.float32(1)
+    gate = (one / (one + np.exp(-np.clip(z, -_CLIP, _CLIP)))).astype(np.float32)
     active = z * gate
-    scores: NDArray[np.float32] = active @ params["heads"].swapaxes(1, 2) + params["bias"][:, None]
+    scores = (active @ params["heads"].swapaxes(1, 2) + params["bias"][:, None]).astype(np.float32)
     loss, slope = loss_and_slope(scores, batch.wanted, batch.weights, top_k=top_k)
     back = (slope @ params["heads"]) * (gate * (1 + z * (1 - gate)))
     of_code = back.sum(axis=0)
