@@ -94,7 +94,9 @@ def read_transcript(path: Path) -> Transcript:
             f"Not a saved conversation: {path}: {error}", hint="save one with /save FILE", code=DAMAGED
         ) from error
     if transcript.format != FORMAT:
-        raise CommandError(f"Not a saved conversation: {path}: format {transcript.format!r}", code=DAMAGED)
+        raise CommandError(
+            f"Not a saved conversation: {path}: format {transcript.format[:80]!r}", code=DAMAGED
+        )
     if transcript.version != VERSION:
         raise CommandError(
             f"{path} has version {transcript.version}, this flashnext reads version {VERSION}",
@@ -103,7 +105,9 @@ def read_transcript(path: Path) -> Transcript:
         )
     for index, message in enumerate(transcript.messages):
         if message.role not in ROLES or (message.role == "system" and index):
-            raise CommandError(f"{path}: message {index} cannot have the role {message.role!r}", code=DAMAGED)
+            raise CommandError(
+                f"{path}: message {index} cannot have the role {message.role[:80]!r}", code=DAMAGED
+            )
     return transcript
 
 
