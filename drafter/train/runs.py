@@ -205,7 +205,8 @@ def read_description(place: Path) -> RunDescription:
             f"No training run: {place} is missing", hint="run: flashnext draft train"
         ) from None
     except (DocumentRefused, TypeError, KeyError, AttributeError) as error:
-        raise DrafterError(f"No training run: {error}", hint="give a new directory") from None
+        said = str(error)[:500]  # python repeats an unknown field's name, whatever its length
+        raise DrafterError(f"No training run: {said}", hint="give a new directory") from None
 
 
 def replace_file(place: Path, data: bytes) -> None:
