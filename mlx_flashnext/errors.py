@@ -6,17 +6,23 @@ a `context` of plain values for programs. They are caught once, at the command l
 
 from __future__ import annotations
 
+from typing import Final
+
+MAX_MESSAGE: Final = 2000
+"""Characters of a message: a value out of a hostile file may have millions."""
+
 
 class ModelError(Exception):
     """Root of the errors of `mlx_flashnext` below the engine.
 
     Args:
-        message: One line, with the value that was wrong.
+        message: One line, with the value that was wrong; cut at `MAX_MESSAGE`.
         hint: The next command or action.
         context: Plain values a program may read.
     """
 
     def __init__(self, message: str, *, hint: str = "", **context: object) -> None:
+        message = message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_flashnext.config import ModelConfig, QuantSpec, read_config
-from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.errors import MAX_MESSAGE, UnsupportedCheckpoint
 from tests.tiny.checkpoints import tiny_config
 
 REAL = Path(__file__).parents[3] / "mlx_flashnext/checkpoint/qwen3.8-flash-next.config.json"
@@ -213,3 +213,10 @@ def test_a_config_that_nests_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(UnsupportedCheckpoint, match="Cannot read"):
         read_config(tmp_path)
+
+
+def test_a_refusal_is_short_whatever_the_config_holds() -> None:
+    with pytest.raises(UnsupportedCheckpoint) as caught:
+        parse(hidden_act="x" * 1_000_000)
+    assert len(str(caught.value)) <= MAX_MESSAGE
+    assert caught.value.message.endswith("...")
