@@ -274,6 +274,8 @@ def drafts_of(text: str) -> list[tuple[str, int]]:
     Raises:
         UsageProblem: not such a list.
     """
+    from drafter.api import MAX_PROPOSALS
+
     found: list[tuple[str, int]] = []
     for word in (word.strip() for word in text.split(",")):
         kind, _, number = word.partition(":")
@@ -286,5 +288,10 @@ def drafts_of(text: str) -> list[tuple[str, int]]:
             found.append((kind, parse_count(number) if number else 0 if kind == "dflash2" else 4))
         except typer.BadParameter as error:
             raise UsageProblem(f"--drafts: {error.message}", hint="write oracle:4") from error
+        if found[-1][1] > MAX_PROPOSALS:
+            raise UsageProblem(
+                f"At most {MAX_PROPOSALS} tokens are drafted at a time: {word}",
+                hint="2 to 4 are the usual best",
+            )
     _check_number("--drafts", len(found))
     return found

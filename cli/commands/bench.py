@@ -80,6 +80,7 @@ def bench(
         raise UsageProblem(
             f"Nothing reads --captures without --report predictors: {measured.captures}", hint="leave it out"
         )
+    _check_read(measured)
     if measured.draft_model is not None and "dflash2" not in dict(drafts):
         raise UsageProblem(
             f"Nothing reads --draft-model with --drafts {measured.drafts or 'none'}",
@@ -152,6 +153,22 @@ def bench(
     console.end_progress()
     write_rows(console, rows, form)
     return OK
+
+
+def _check_read(measured: BenchOptions) -> None:
+    """Refuse flags that the report asked for does not read."""
+    unread = {
+        "verify": ("hints", "budgets", "drafts"),
+        "draft": ("hints", "budgets"),
+        "warm-start": ("hints", "budgets"),
+    }
+    plain = BenchOptions()
+    for name in unread.get(measured.report or "", ()):
+        if getattr(measured, name) != getattr(plain, name):
+            raise UsageProblem(
+                f"Nothing reads --{name} with --report {measured.report}: {getattr(measured, name)}",
+                hint="leave it out",
+            )
 
 
 def _one(values: list[int]) -> list[int]:

@@ -255,7 +255,7 @@ class CaptureSet:
         found = file_digest(self.directory / shard)
         if found != digest:
             raise DrafterError(
-                f"{shard} is damaged: {size} bytes with digest {found[:12]}, written with {digest[:12]}",
+                f"{shard} is damaged: {size} bytes with digest {found[:12]}, written with {digest[:12]!a}",
                 hint="delete the set and capture again",
             )
         self._sound.add(shard)

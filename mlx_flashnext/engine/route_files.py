@@ -168,7 +168,7 @@ def _check_files(place: Path, document: NearDocument | SidecarDocument) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != document.tensors_digest:
         raise DocumentRefused(
-            f"{TENSORS} has digest {found[:12]}, written with {document.tensors_digest[:12]}"
+            f"{TENSORS} has digest {found[:12]}, written with {document.tensors_digest[:12]!a}"
         )
     table = read_tensor_table(place)
     check_tensors(document, {name: TensorFacts(one.dtype, one.shape) for name, one in table.tensors.items()})

@@ -166,3 +166,19 @@ def test_plain_bench_rows_take_a_draft_too(model, draft):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
     assert (row["draft"], row["num_draft_tokens"]) == ("dflash2", 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--report", "draft", "--budgets", "zz"], "Nothing reads --budgets with --report draft: zz"),
+        (["--report", "draft", "--hints", "off"], "Nothing reads --hints with --report draft: off"),
+        (["--report", "verify", "--drafts", "mtp"], "Nothing reads --drafts with --report verify: mtp"),
+        (["--report", "draft", "--drafts", "dflash2:999"], "At most 16 tokens are drafted at a time"),
+    ],
+)
+def test_what_a_report_does_not_read_is_refused_before_anything_is_opened(flags, said):
+    refused = flashnext("bench", *flags)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert "hint:" in refused.stderr
