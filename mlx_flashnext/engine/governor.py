@@ -8,9 +8,9 @@ small share of plain time and whatever speculation saves. An empty purse means p
 Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
     token's own probability (dflash2.md 3.4, rule 8).
-V2  What speculation may lose is bounded: its first cycle, the opening allowance, `TRY_SHARE` of plain time,
-    and the cycle that empties the purse. An empty one is overdrawn only while a width that was measured
-    `WELL_MEASURED` times gains on plain steps by what both really cost here.
+V2  What speculation may lose is bounded: what its first cycle makes once, the opening allowance, `TRY_SHARE`
+    of plain time, and the cycle that empties the purse. An empty one is overdrawn only while a width that was
+    measured `WELL_MEASURED` times gains on plain steps by what both really cost here.
 
 How near it comes to the best fixed width is tested on three tables of costs (`test_governor.py`) and
 measured by `python -m bench.studies.speculation_speed guard`. Source: dflash2.md 2.8, 2.9 and G22.
@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-TRY_SHARE: Final = 0.015
+TRY_SHARE: Final = 0.01
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
 OPENING_STEPS: Final = 1.0
 """Plain steps that an answer may lose before it has gained anything."""
+FIRST_STEPS: Final = 2.0
+"""Most plain steps that a drafter's first cycle is charged: what it makes once is not its price."""
 LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
 PLAIN_EVERY: Final = 96
@@ -131,6 +133,9 @@ class Governor:
             if not self._has_drafted:
                 # It made the drafter's kernels and caches: what it took says nothing of the next one.
                 self._has_drafted = True
+                plain_ns = self._cost_ns(0)
+                if self._purse_ns is not None and plain_ns is not None:
+                    self._purse_ns += num_tokens * plain_ns - min(cycle_ns, FIRST_STEPS * plain_ns)
                 return
         self._measure(num_proposed, cycle_ns)
         plain_ns = self._cost_ns(0)

@@ -20,7 +20,7 @@ from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux
 from tests.tiny.own_drafts import write_draft
 
-SMALL = ("--report", "draft", "-r", "2", "-n", "10", "--prompts", "1", "--slots", "8")
+SMALL = ("--report", "draft", "-r", "2", "-n", "10", "--prompts", "1", "--slots", "12")
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +92,21 @@ def test_what_a_draft_takes_is_told_in_experts(document):
     assert (plain["draft_bytes"], plain["slots_lost"]) == (0, 0)
     assert own["draft_bytes"] > 0
     assert own["planned_bytes"] >= plain["planned_bytes"] + own["draft_bytes"]
-    assert own["slots"] == plain["slots"] == 8, "--slots holds for every drafter"
-    assert own["slots_lost"] == 8 - own["slots_at_same_memory"] > 0
+    assert own["slots"] == plain["slots"] == 12, "--slots holds for every drafter"
+    assert own["slots_lost"] == 12 - own["slots_at_same_memory"] > 0
     assert oracle["draft_bytes"] == 0
 
 
 def test_under_a_memory_target_the_draft_is_paid_in_slots(model, draft):
     """P22: with a draft on the plan stays within the target, or is refused."""
     machine, checkpoint = linux(), open_checkpoint(model)
-    request = PlanRequest(context_tokens=256, slots_per_layer=8)
+    request = PlanRequest(context_tokens=256, slots_per_layer=12)
     memory = make_plan(checkpoint, machine, request).total_bytes
     request = PlanRequest(context_tokens=256, memory_bytes=memory, draft_directory=draft)
     asked = Asked(model, "tiny", request, [("dflash2", 0), ("lookup", 4)], False, [[1]], "one", 4, 1, "as-is")
     variants, left_out, notices = draft_report_run._variants(asked, checkpoint, machine)
     plain, own, lookup = (one.budget for one in variants)
-    assert (plain.slots, lookup.draft_bytes > 0, left_out) == (8, True, [])
+    assert (plain.slots, lookup.draft_bytes > 0, left_out) == (12, True, [])
     assert own.slots == own.slots_at_same_memory == plain.slots - own.slots_lost
     assert own.slots_lost > 0
     assert max(one.planned_bytes for one in (plain, own, lookup)) <= memory

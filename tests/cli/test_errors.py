@@ -9,6 +9,7 @@ import mlx_flashnext.engine.errors
 import mlx_flashnext.errors
 from cli import errors
 from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, NOT_ENOUGH, USAGE, describe
+from mlx_flashnext.text.messages import MessageRefused
 from mlx_flashnext.text.template import ChatTemplateFailed
 
 ROOTS = [
@@ -24,7 +25,7 @@ TREE = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*TREE, ChatTemplateFailed], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*TREE, ChatTemplateFailed, MessageRefused], ids=lambda kind: kind.__name__)
 def test_every_error_keeps_its_message_and_hint_and_has_a_code(kind):
     failure = describe(kind("what was wrong: 7", hint="do this"))
     assert (failure.kind, failure.message, failure.hint) == (kind.__name__, "what was wrong: 7", "do this")
@@ -56,7 +57,7 @@ def test_codes_of_the_documented_table(name, code):
 
 
 def test_every_name_in_the_table_exists():
-    known = {kind.__name__ for kind in (*TREE, ChatTemplateFailed)} | {"MemoryError"}
+    known = {kind.__name__ for kind in (*TREE, ChatTemplateFailed, MessageRefused)} | {"MemoryError"}
     assert set(errors._CODES) <= known
 
 
