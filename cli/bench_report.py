@@ -15,8 +15,47 @@ from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
+    from mlx_flashnext.engine.plan import PlanRequest
     from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
     from mlx_flashnext.engine.warm_run import WarmStartReport
+
+
+def report_work(
+    found: FoundModel,
+    measured: BenchOptions,
+    memory: MemoryOptions,
+    num_tokens: int,
+    tasks: Sequence[str],
+) -> tuple[list[list[int]], "PlanRequest"]:
+    """Return the token ids of a report's prompts, and a request whose context holds each with its answer.
+
+    Args:
+        found: the model, whose chat template is used.
+        measured: how many prompts, and where a draft lies.
+        memory: a target or slots.
+        num_tokens: of each answer.
+        tasks: what is asked, taken in turns.
+    """
+    from mlx_flashnext.engine.prompt_sets import chat_prompts
+    from mlx_flashnext.tokenizer import Tokenizer
+
+    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
+    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
+    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
+    if request.context_tokens is None:
+        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    return prompts, request
+
+
+def slots_of(found: FoundModel, memory: MemoryOptions, budgets: Sequence[Share]) -> list[int]:
+    """Return the experts of a layer under each budget, without repeats; `--slots` stands in their place."""
+    from mlx_flashnext.checkpoint import open_checkpoint
+
+    if memory.slots is not None:
+        return [memory.slots]
+    config = open_checkpoint(found.directory).config
+    fewest = max(2, config.num_experts_per_tok)
+    return list(dict.fromkeys(share.slots_of(config.num_experts, fewest) for share in budgets))
 
 
 def ssd_wait_report(
@@ -45,28 +84,16 @@ def ssd_wait_report(
         drafts: drafters with the most proposals of a cycle.
         hints: who says what to read ahead.
     """
-    from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.engine.ssd_wait_run import Asked
-    from mlx_flashnext.tokenizer import Tokenizer
 
-    config = open_checkpoint(found.directory).config
-    fewest = max(2, config.num_experts_per_tok)
-    slots = [share.slots_of(config.num_experts, fewest) for share in budgets]
-    if memory.slots is not None:
-        slots = [memory.slots]
-    tasks = demo_tasks()
-    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
-    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
-    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
-    if request.context_tokens is None:
-        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
     asked = Asked(
         directory=found.directory,
         label=found.label,
         request=request,
-        slots=list(dict.fromkeys(slots)),
+        slots=slots_of(found, memory, budgets),
         drafts=drafts,
         hints=hints,
         prompts=prompts,
@@ -91,14 +118,10 @@ def warm_start_report(
 ) -> "WarmStartReport":
     """Measure what `--report warm-start` asks for: first answers after a cold and a warm start."""
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.engine.warm_run import WarmAsked
-    from mlx_flashnext.tokenizer import Tokenizer
 
-    prompt = chat_prompts(found.directory, Tokenizer.open(found.directory), demo_tasks()[:1])[0]
-    request = plan_request(memory, found)
-    if request.context_tokens is None:
-        request = replace(request, context_tokens=len(prompt) + num_tokens + 1)
+    (prompt, *_), request = report_work(found, measured, memory, num_tokens, demo_tasks()[:1])
     asked = WarmAsked(
         directory=found.directory,
         label=found.label,

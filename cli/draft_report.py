@@ -1,12 +1,11 @@
 """`flashnext bench --report draft`: flags to what is measured, and the report for people."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cli.answer import plan_request
 from cli.bench_options import BenchOptions, DiskOptions
 from cli.bench_output import condition_lines
+from cli.bench_report import report_work
 from cli.bench_speed import throttled
 from cli.console import Console, counted, size
 from cli.engine_factory import Services
@@ -42,15 +41,9 @@ def draft_report(
     """
     from mlx_flashnext.engine.draft_report_run import Asked
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
-    from mlx_flashnext.tokenizer import Tokenizer
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
 
-    tasks = demo_tasks()
-    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
-    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
-    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
-    if request.context_tokens is None:
-        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
     asked = Asked(
         directory=found.directory,
         label=found.label,

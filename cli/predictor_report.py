@@ -1,13 +1,12 @@
 """`flashnext bench --report predictors`: flags to what is measured, and the report for people."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.answer import plan_request
 from cli.bench_options import BenchOptions, DiskOptions, Share
 from cli.bench_output import condition_lines
+from cli.bench_report import report_work, slots_of
 from cli.bench_speed import throttled
 from cli.console import Console, size
 from cli.engine_factory import Services
@@ -52,27 +51,17 @@ def predictor_report(
         sources: of hints that are served; None: all that are there.
     """
     from drafter.train.captures import CaptureSet
-    from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.engine.predictor_report_run import PredictorsAsked
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, chat_prompts, demo_tasks
+    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.engine.ssd_wait_run import Asked
-    from mlx_flashnext.tokenizer import Tokenizer
 
-    config = open_checkpoint(found.directory).config
-    fewest = max(2, config.num_experts_per_tok)
-    slots = memory.slots or budgets[0].slots_of(config.num_experts, fewest)
-    tasks = demo_tasks()[NUM_FIXED:]
-    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
-    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
-    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
-    if request.context_tokens is None:
-        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
+    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks()[NUM_FIXED:])
     served = Asked(
         directory=found.directory,
         label=found.label,
         request=request,
-        slots=[slots],
+        slots=slots_of(found, memory, budgets[:1]),
         drafts=drafts[:1],
         hints=[],
         prompts=prompts,

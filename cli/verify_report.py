@@ -1,4 +1,4 @@
-"""`flashnext bench --report verify`: runs the verification report and shows it."""
+"""`flashnext bench --report verify`: runs the verification report, and shows it to people."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from cli.answer import plan_request
 from cli.bench_options import DiskOptions
 from cli.bench_speed import open_measured
-from cli.console import Console, as_json_value, size
+from cli.console import Console, size
 from cli.engine_factory import Services
-from cli.errors import FAILED, OK
 from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 
@@ -23,22 +22,14 @@ def verify_report(
     found: FoundModel,
     memory: MemoryOptions,
     disk: DiskOptions,
-    *,
-    as_json: bool,
-) -> int:
-    """Run the report, show it, and return the exit code: a criterion that is not met fails."""
+) -> "VerifyReport":
+    """Run the report."""
     from mlx_flashnext.engine.verify_report import NUM_PROPOSALS, verify_report
 
     # Planned for blocks, so that the way back has its memory; nobody proposes.
     request = replace(plan_request(memory, found), draft="lookup", num_draft_tokens=NUM_PROPOSALS)
     with closing(open_measured(services, found, request, disk, console)) as engine:
-        report = verify_report(engine, console.progress)
-    console.end_progress()
-    if as_json:
-        console.document(as_json_value(report.to_dict()))
-    else:
-        show_verify_report(console, report)
-    return OK if report.is_passed else FAILED
+        return verify_report(engine, console.progress)
 
 
 def show_verify_report(console: Console, report: "VerifyReport") -> None:

@@ -17,7 +17,6 @@ from typing import BinaryIO, Final
 import msgspec
 from xxhash import xxh3_128
 
-from expert_store.errors import RecordCorrupt
 from expert_store.layout import RecordLayout
 from expert_store.pack import (
     FORMAT,
@@ -32,7 +31,7 @@ from expert_store.pack import (
     shard_header,
 )
 from expert_store.safetensors_index import INDEX_NAME, TensorInfo
-from expert_store.source import ByteSource
+from expert_store.source import ByteSource, cut_short
 from expert_store.staging import StagedDirectory, write_all
 
 SHARD_BYTES: Final = 4 * 2**30
@@ -189,7 +188,7 @@ class PackWriter:
                 part, at = staging[: min(_CHUNK_BYTES, info.length - start)], info.offset + start
                 got = self._source.read_into(info.file, at, [part])
                 if got != part.nbytes:
-                    raise _cut_short(self._source, info.name, info.file, at, part.nbytes, got)
+                    raise cut_short(self._source, info.name, info.file, at, part.nbytes, got)
                 digest.update(part)
                 write_all(stream, part)
                 self._advance(part.nbytes)
@@ -218,7 +217,7 @@ class _RecordBuffer:
         got = source.read_runs(runs, self._views)
         if got != self._layout.record_bytes:
             name = f"expert {expert} of layer {self._layout.layer}"
-            raise _cut_short(source, name, runs[0].file, runs[0].offset, self._layout.record_bytes, got)
+            raise cut_short(source, name, runs[0].file, runs[0].offset, self._layout.record_bytes, got)
 
 
 def _grouped(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
@@ -238,15 +237,3 @@ def _grouped(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
 def _fill_document(data: bytes, stream: BinaryIO) -> tuple[str, ...]:
     write_all(stream, data)
     return (xxh3_128(data).hexdigest(),)
-
-
-def _cut_short(source: ByteSource, what: str, file: int, offset: int, wanted: int, got: int) -> RecordCorrupt:
-    name = source.name(file)
-    return RecordCorrupt(
-        f"{name} ended early: {what} wanted {wanted} bytes, got {got}",
-        hint="fetch this file again",
-        file=name,
-        offset=offset,
-        wanted=wanted,
-        got=got,
-    )

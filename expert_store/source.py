@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Literal, Protocol, Self
 
-from expert_store.errors import SourceChanged, SourceFailed, StoreClosed, StoreError
+from expert_store.errors import RecordCorrupt, SourceChanged, SourceFailed, StoreClosed, StoreError
 from expert_store.layout import ReadOp
 from expert_store.safetensors_index import FileInfo
 
@@ -274,3 +274,16 @@ def _remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
 
 def _closed() -> StoreClosed:
     return StoreClosed("Source is closed", hint="open the checkpoint again")
+
+
+def cut_short(source: ByteSource, what: str, file: int, offset: int, wanted: int, got: int) -> RecordCorrupt:
+    """Return the error of a read that came out short."""
+    name = source.name(file)
+    return RecordCorrupt(
+        f"{name} ended early: {what} wanted {wanted} bytes, got {got}",
+        hint="fetch this file again",
+        file=name,
+        offset=offset,
+        wanted=wanted,
+        got=got,
+    )

@@ -1,6 +1,8 @@
 """`flashnext bench`: how fast a model reads and answers here, prefill and decode apart."""
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Final, Protocol, TypeVar
 
 import typer
 
@@ -20,19 +22,42 @@ from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import Console, as_json_value
 from cli.draft_report import draft_report, show_draft_report
 from cli.engine_factory import Services
-from cli.errors import OK, UsageProblem
+from cli.errors import FAILED, OK, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import MemoryOptions, ModelOptions
 from cli.parse import parse_whole
 from cli.predictor_report import predictor_report, show_predictor_report
 from cli.ssd_wait_output import show_report
-from cli.verify_report import verify_report
+from cli.verify_report import show_verify_report, verify_report
 
 REPORT_TOKENS = "16"
 DRAFT_REPORT_TOKENS = "64"
 PREDICTOR_TOKENS = "48"
 PLAIN_TOKENS = "128"
+
+_ANSWERS = {"n_gen", "repetitions"}
+_DRAFTS = {"drafts", "draft_model"}
+READS: Final[Mapping[str | None, set[str]]] = {
+    None: {"n_prompt", "n_depth", "hints", *_ANSWERS, *_DRAFTS},
+    "ssd-wait": {"prompts", "budgets", "hints", *_ANSWERS, *_DRAFTS},
+    "warm-start": _ANSWERS,
+    "verify": set(),
+    "draft": {"prompts", *_ANSWERS, *_DRAFTS},
+    "predictors": {"prompts", "budgets", "hints", "captures", *_ANSWERS, *_DRAFTS},
+}
+"""Which options of `BenchOptions` each report looks at; None: plain measuring of speed."""
+
+
+class Report(Protocol):
+    """What a report found."""
+
+    def to_dict(self) -> object:
+        """Return it as plain values."""
+        ...
+
+
+R = TypeVar("R", bound=Report)
 
 
 def bench(
@@ -76,10 +101,6 @@ def bench(
     form = "json" if json else measured.output
     drafts_left_out = {"draft": ALL_DRAFTS, "predictors": "dflash2"}
     drafts = drafts_of(measured.drafts or drafts_left_out.get(measured.report or "", "none"))
-    if measured.captures is not None and measured.report != "predictors":
-        raise UsageProblem(
-            f"Nothing reads --captures without --report predictors: {measured.captures}", hint="leave it out"
-        )
     _check_read(measured)
     if measured.draft_model is not None and "dflash2" not in dict(drafts):
         raise UsageProblem(
@@ -90,54 +111,27 @@ def bench(
     if measured.report is not None:
         if form not in ("md", "json"):
             raise UsageProblem(f"A report is a document or a page: --output {form}", hint="md or json")
-        if measured.report == "verify":
-            with Interrupts():
-                return verify_report(services, console, found, memory, disk, as_json=form == "json")
-        defaults = {"draft": DRAFT_REPORT_TOKENS, "predictors": PREDICTOR_TOKENS}
-        default = defaults.get(measured.report, REPORT_TOKENS)
-        (num_tokens,) = _one(counts("--n-gen", measured.n_gen or default))
-        if measured.report == "draft":
-            with Interrupts():
-                drafted = draft_report(services, console, found, measured, memory, disk, num_tokens, drafts)
-            console.end_progress()
-            if form == "json":
-                console.document(as_json_value(drafted.to_dict()))
-            else:
-                show_draft_report(console, drafted)
-            return OK
-        if measured.report == "warm-start":
-            with Interrupts():
-                started = warm_start_report(services, console, found, measured, memory, disk, num_tokens)
-            console.end_progress()
-            if form == "json":
-                console.document(as_json_value(started.to_dict()))
-            else:
-                show_warm_start(console, started)
-            return OK
-        budgets = shares("--budgets", measured.budgets)
-        if measured.report == "predictors":
-            with Interrupts():
-                known = predictor_report(
-                    services, console, found, measured, memory, disk, num_tokens, budgets, drafts, seed,
-                    words_of("--hints", measured.hints, BENCH_HINTS) if measured.hints else None,
-                )  # fmt: skip
-            console.end_progress()
-            if form == "json":
-                console.document(as_json_value(known.to_dict()))
-            else:
-                show_predictor_report(console, known)
-            return OK
-        hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
         with Interrupts():
-            report = ssd_wait_report(
-                services, console, found, measured, memory, disk, num_tokens, budgets, drafts, hints
-            )
-        console.end_progress()
-        if form == "json":
-            console.document(as_json_value(report.to_dict()))
-        else:
-            show_report(console, report)
-        return OK
+            if measured.report == "verify":
+                checked = verify_report(services, console, found, memory, disk)
+                _show(console, form, checked, show_verify_report)
+                return OK if checked.is_passed else FAILED
+            given = (services, console, found, measured, memory, disk, _answer_tokens(measured))
+            if measured.report == "draft":
+                _show(console, form, draft_report(*given, drafts), show_draft_report)
+                return OK
+            if measured.report == "warm-start":
+                _show(console, form, warm_start_report(*given), show_warm_start)
+                return OK
+            budgets = shares("--budgets", measured.budgets)
+            if measured.report == "predictors":
+                named = words_of("--hints", measured.hints, BENCH_HINTS) if measured.hints else None
+                known = predictor_report(*given, budgets, drafts, seed, named)
+                _show(console, form, known, show_predictor_report)
+                return OK
+            hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
+            _show(console, form, ssd_wait_report(*given, budgets, drafts, hints), show_report)
+            return OK
     request = SpeedRequest(
         prompts=counts("--n-prompt", measured.n_prompt),
         answers=counts("--n-gen", measured.n_gen or PLAIN_TOKENS),
@@ -156,22 +150,33 @@ def bench(
 
 
 def _check_read(measured: BenchOptions) -> None:
-    """Refuse flags that the report asked for does not read."""
-    unread = {
-        "verify": ("hints", "budgets", "drafts"),
-        "draft": ("hints", "budgets"),
-        "warm-start": ("hints", "budgets"),
-    }
+    """Refuse options that what was asked for does not look at."""
     plain = BenchOptions()
-    for name in unread.get(measured.report or "", ()):
-        if getattr(measured, name) != getattr(plain, name):
-            raise UsageProblem(
-                f"Nothing reads --{name} with --report {measured.report}: {getattr(measured, name)}",
-                hint="leave it out",
-            )
+    for option in fields(BenchOptions):
+        value = getattr(measured, option.name)
+        if option.name in {"output", "report", *READS[measured.report]} or value == getattr(
+            plain, option.name
+        ):
+            continue
+        where = f"with --report {measured.report}" if measured.report else "without --report"
+        raise UsageProblem(
+            f"Nothing reads --{option.name.replace('_', '-')} {where}: {value}", hint="leave it out"
+        )
 
 
-def _one(values: list[int]) -> list[int]:
+def _answer_tokens(measured: BenchOptions) -> int:
+    """Return the tokens of a report's answers."""
+    defaults = {"draft": DRAFT_REPORT_TOKENS, "predictors": PREDICTOR_TOKENS}
+    values = counts("--n-gen", measured.n_gen or defaults.get(measured.report or "", REPORT_TOKENS))
     if len(values) != 1 or not values[0]:
         raise UsageProblem("A report takes one length of answers: --n-gen", hint="such as --n-gen 32")
-    return values
+    return values[0]
+
+
+def _show(console: Console, form: str, report: R, show: Callable[[Console, R], None]) -> None:
+    """Write a report as a document or as a page."""
+    console.end_progress()
+    if form == "json":
+        console.document(as_json_value(report.to_dict()))
+    else:
+        show(console, report)

@@ -16,9 +16,8 @@ from typing import Final, Protocol
 import mlx.core as mx
 import numpy as np
 
-from expert_store.errors import RecordCorrupt
 from expert_store.safetensors_index import TensorInfo
-from expert_store.source import ByteSource
+from expert_store.source import ByteSource, cut_short
 from mlx_flashnext.checkpoint import BLOCK_SCALES, ExpertLayout, Projection
 from mlx_flashnext.config import Fp8Blocks, QuantSpec
 from mlx_flashnext.conversion.values import (
@@ -297,19 +296,6 @@ def read_run(source: ByteSource, info: TensorInfo, first: int, length: int) -> m
     if got != length:
         raise cut_short(source, info.name, info.file, info.offset + first, length, got)
     return view
-
-
-def cut_short(source: ByteSource, what: str, file: int, offset: int, wanted: int, got: int) -> RecordCorrupt:
-    """Return the error of a read that came out short."""
-    name = source.name(file)
-    return RecordCorrupt(
-        f"{name} ended early: {what} wanted {wanted} bytes, got {got}",
-        hint="fetch this file again",
-        file=name,
-        offset=offset,
-        wanted=wanted,
-        got=got,
-    )
 
 
 def _converted(

@@ -174,6 +174,10 @@ def test_plain_bench_rows_take_a_draft_too(model, draft):
         (["--report", "draft", "--budgets", "zz"], "Nothing reads --budgets with --report draft: zz"),
         (["--report", "draft", "--hints", "off"], "Nothing reads --hints with --report draft: off"),
         (["--report", "verify", "--drafts", "mtp"], "Nothing reads --drafts with --report verify: mtp"),
+        (["--report", "verify", "-n", "0"], "Nothing reads --n-gen with --report verify: 0"),
+        (["--report", "warm-start", "--prompts", "3"], "Nothing reads --prompts with --report warm-start: 3"),
+        (["--report", "ssd-wait", "-p", "64"], "Nothing reads --n-prompt with --report ssd-wait: 64"),
+        (["--budgets", "10%"], "Nothing reads --budgets without --report: 10%"),
         (["--report", "draft", "--drafts", "dflash2:999"], "At most 16 tokens are drafted at a time"),
     ],
 )
