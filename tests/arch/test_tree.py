@@ -49,3 +49,12 @@ def test_every_format_constant_is_documented() -> None:
         if value not in documented
     ]
     assert missing == []
+
+
+def test_every_study_is_listed_once():
+    table = (ROOT / "bench" / "README.md").read_text()
+    studies = [path for path in (ROOT / "bench" / "studies").glob("*.py") if "__main__" in path.read_text()]
+    assert len(studies) > 20
+    assert {path.name: table.count(f"`studies/{path.name}`") for path in studies} == {
+        path.name: 1 for path in studies
+    }
