@@ -241,7 +241,9 @@ def test_a_queued_guess_holds_no_slot():
     rig.store.prefetch(hints(0, 1, 2), owner=1, generation=0)
     request = rig.store.request(0, [3, 4, 5, 6])
     rig.reader.run()
-    request.wait().release()
+    lease = request.wait()
+    assert sorted(lease.slots) == [0, 1, 2, 3], "every slot was to be had"
+    lease.release()
 
 
 @pytest.mark.parametrize("min_exact", [0, 1, 3, 4, 9, None])
@@ -329,6 +331,8 @@ def test_exact_demand_waits_for_a_guess_on_the_wire_only_if_no_slot_is_to_be_had
     held[0].wait_held(3)  # both are on the wire beside the guess
     held[0].release_all()
     asker.join(30)
+    assert not asker.is_alive()
+    assert len(set(got[0].slots)) == 2
     got[0].release()
     rig.store.close()
 
