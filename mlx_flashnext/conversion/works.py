@@ -76,13 +76,24 @@ class Work(Protocol):
     """
 
     @property
-    def group(self) -> str: ...  # noqa: D102  see the class
+    def group(self) -> str:
+        """Return the group."""
+        ...
+
     @property
-    def layer(self) -> int | None: ...  # noqa: D102
+    def layer(self) -> int | None:
+        """Return the layer."""
+        ...
+
     @property
-    def outputs(self) -> tuple[Output, ...]: ...  # noqa: D102
+    def outputs(self) -> tuple[Output, ...]:
+        """Return the outputs."""
+        ...
+
     @property
-    def num_pieces(self) -> int: ...  # noqa: D102
+    def num_pieces(self) -> int:
+        """Return the number."""
+        ...
 
     def read(self, source: ByteSource, piece: int) -> Raw:
         """Return the stored bytes of a piece. May run on another thread than the rest.
@@ -127,8 +138,9 @@ class CopyWork:
         end = self.info.length if self.transpose else min(self.info.length, first + PIECE_BYTES)
         return (read_run(source, self.info, first, end - first),)
 
-    def convert(self, piece: int, raw: Raw, deviation: Deviation | None = None) -> list[memoryview]:  # noqa: ARG002
+    def convert(self, piece: int, raw: Raw, deviation: Deviation | None = None) -> list[memoryview]:
         """Return them as they are; see `Work`."""
+        del piece, deviation  # nothing is lost
         if not self.transpose:
             return list(raw)
         width = BYTES[self.info.dtype]
@@ -257,8 +269,9 @@ class ExpertsWork:
             raise cut_short(source, what, runs[0].file, runs[0].offset, record.record_bytes, got)
         return tuple(views)
 
-    def convert(self, piece: int, raw: Raw, deviation: Deviation | None = None) -> list[memoryview]:  # noqa: ARG002
+    def convert(self, piece: int, raw: Raw, deviation: Deviation | None = None) -> list[memoryview]:
         """Return the parts of one expert; see `Work`."""
+        del piece  # every expert is alike
         found: list[memoryview] = []
         for projection, shape in self._shapes.items():
             decoder = self._decoders[projection]

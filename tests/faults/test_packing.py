@@ -368,9 +368,9 @@ def test_a_manifest_that_was_altered_is_refused_by_its_identity(pack):
 
 
 def test_fields_of_the_future_are_ignored(pack):
-    layouts = open_checkpoint(pack).expert_layouts(mtp=False)
+    layers = set(open_checkpoint(pack).expert_layouts(mtp=False))
     edit_manifest(pack, lambda m: m.update(made_on="Tuesday"))
-    assert open_checkpoint(pack).expert_layouts(mtp=False) == layouts
+    assert set(open_checkpoint(pack).expert_layouts(mtp=False)) == layers != set()
 
 
 @pytest.mark.parametrize("share", range(0, 100, 7))
