@@ -72,7 +72,9 @@ def plan(
         raise UsageProblem(
             f"--resident-rate {resident_rate:g} is of no use"
             + (" without --drive" if resident_rate > 0 else ": it must be above zero"),
-            hint="--drive RATE, such as 6.5GB, or --drive measure",
+            hint="--drive RATE, such as 6.5GB, or --drive measure"
+            if resident_rate > 0
+            else "--resident-rate 20, as flashnext bench measures it",
         )
     if table:
         return _table(console, services, model, memory, draft, target, drive, resident_rate, json=json)

@@ -289,7 +289,9 @@ def _opened(name: str) -> Generator[BinaryIO]:
             code=INCOMPATIBLE,
         ) from None
     except TraceRefused as error:
-        raise CommandError(f"{name}: {error}", hint="", code=DAMAGED) from None
+        raise CommandError(
+            f"{name}: {error}", hint="copy it again, or record another: flashnext trace record", code=DAMAGED
+        ) from None
 
 
 def _check_logits(engine: "Engine", wanted: bool) -> None:

@@ -180,6 +180,7 @@ def test_what_is_no_trace_is_refused_in_one_line(command, data, code, message, t
     result = flashnext("trace", command, path)
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
+    assert "hint:" in result.stderr
     assert "Traceback" not in result.stderr
 
 
