@@ -1,5 +1,10 @@
-"""Tokenizer and template equal transformers' on the same files. transformers is imported here only."""
+"""Tokenizer and template equal transformers' on the same files. transformers is imported here only.
 
+The official template is not in the tree. FLASHNEXT_OFFICIAL_TEMPLATE may name a file of it, whose digest is
+checked: then it is held against transformers too.
+"""
+
+import hashlib
 import json
 import os
 import warnings
@@ -7,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flashnext.text.template import ChatTemplate
+from mlx_flashnext.errors import ModelError
+from mlx_flashnext.text.template import ChatTemplate, ChatTemplateFailed
 from mlx_flashnext.tokenizer import Tokenizer
 from tests.tiny.tokenizer import write_tokenizer
 
@@ -113,6 +119,57 @@ def test_tools_calls_and_results_equal_transformers(directories, reference, vari
             if tools:
                 assert '"strict": true' in expected or len(tools) == 1
                 assert "<b> & all" in expected
+
+
+# qwen4exp.md 5.1 gives the first eight figures.
+OFFICIAL = "c3cf9e34abf4f9e36c2d72165aa9c132d3e2a725b6c2586aaa3a8af9d7a81041"
+EFFORTS = [{}, {"reasoning_effort": "xhigh"}, {"reasoning_effort": "medium"}, {"reasoning_effort": "low"}]
+
+
+@pytest.fixture(scope="module")
+def official() -> str:
+    name = os.environ.get("FLASHNEXT_OFFICIAL_TEMPLATE")
+    if name is None:
+        pytest.skip("set FLASHNEXT_OFFICIAL_TEMPLATE to chat_template.jinja of the official repository")
+    data = Path(name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == OFFICIAL, f"not the official template: {name}"
+    return data.decode()
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER, {**WEATHER, "strict": True}]], ids=["plain", "tools"])
+def test_the_official_template_renders_as_transformers_does(official, reference, tools):
+    switches = [*EFFORTS, {"enable_thinking": True}, {"enable_thinking": False}]
+    with ChatTemplate(official) as ours:
+        for variables in [{**one, **more} for one in switches for more in ({}, {"preserve_thinking": False})]:
+            for talk in [*TALKS, *TOOL_TALKS]:
+                expected = reference[0].apply_chat_template(
+                    talk,
+                    chat_template=official,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,
+                )
+                assert ours.render(talk, tools=tools, **variables) == expected
+        assert "\n<function=weather>\n<parameter=place>\nUlm\n</parameter>" in expected
+        assert ours.render([USER], reasoning_effort="high") == ours.render([USER], reasoning_effort="xhigh")
+        assert ours.default_effort() == "xhigh"
+        assert ours.render([USER]).endswith("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("talk", "variables", "said"),
+    [
+        ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], {}, "image"),
+        ([USER, {"role": "critic", "content": "no"}], {}, "critic"),
+        ([USER, SYSTEM], {}, "System message must be at the beginning"),
+        ([SYSTEM], {}, "No user query found"),
+        ([USER], {"reasoning_effort": "huge"}, "huge"),
+    ],
+)
+def test_what_the_official_template_refuses_is_an_error_that_says_why(official, talk, variables, said):
+    with ChatTemplate(official) as ours, pytest.raises((ChatTemplateFailed, ModelError), match=said):
+        ours.render(talk, **variables)
 
 
 def test_text_in_parts_equals_a_template_that_joins_them(reference):
