@@ -82,9 +82,9 @@ class Watcher:
         for ticket in tickets:
             ticket.waiters.append(self)
 
-    def wait(self, timeout_s: float | None, check: Callable[[], None]) -> None:
-        """Block until all have ended; raises `WouldBlock` when the time is up, or the first error."""
-        if not self._completion.wait(timeout_s, check):
+    def wait(self, timeout_s: float | None, wait: Callable[[Completion, float | None], bool]) -> None:
+        """Block until all have ended, by `wait`; raises `WouldBlock` when the time is up."""
+        if not wait(self._completion, timeout_s):
             raise WouldBlock(f"{self._completion.pending} reads are under way after {timeout_s:g} s")
 
     def ticket_ended(self, ticket: Ticket, error: StoreError | None) -> Need:

@@ -33,7 +33,8 @@ class Shelf:
         counters: What was asked of it.
         lock: The store's lock; protects table and counters.
         clock: Nanoseconds, for statistics.
-        check: Raises if nobody is left to finish a read.
+        wait: Blocks until the last end of a completion, or so many seconds; says whether it is done, and
+            raises if nobody is left to finish a read.
     """
 
     layout: RecordLayout
@@ -41,7 +42,7 @@ class Shelf:
     counters: LayerCounters
     lock: threading.Lock
     clock: Callable[[], int]
-    check: Callable[[], None]
+    wait: Callable[[Completion, float | None], bool]
 
 
 class Lease:
@@ -163,7 +164,7 @@ class LeaseRequest:
         shelf = self._shelf
         began_ns = shelf.clock()
         try:
-            is_done = completion.wait(timeout_s, shelf.check)
+            is_done = shelf.wait(completion, timeout_s)
         finally:
             with shelf.lock:
                 self._count_wait(began_ns, shelf.clock())

@@ -13,9 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from expert_store.completion import Completion
 from expert_store.errors import SourceFailed, StoreError, WorkerDied
 from expert_store.source import read_failed
 
@@ -100,6 +101,15 @@ class Reader(Protocol):
     def check(self) -> None:
         """Raise `WorkerDied` if jobs may never be finished."""
         ...
+
+    def wait_for(
+        self, completion: Completion, timeout_s: float | None, check: Callable[[], None]
+    ) -> bool:
+        """Block until the last end of a completion, as `Completion.wait`; the caller does not hold the lock.
+
+        Threads bring that about by themselves. A reader that has none does its work here (simulate.py).
+        """
+        return completion.wait(timeout_s, check)
 
     def close(self) -> None:
         """Stop after the jobs in hand; blocks until they are handed in. Idempotent."""

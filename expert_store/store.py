@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from expert_store.books import LayerCounters
-from expert_store.completion import Watcher
+from expert_store.completion import Completion, Watcher
 from expert_store.dispatch import Dispatcher
 from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
 from expert_store.keys import Prefetch, ReadClass, WaitCause
@@ -109,7 +109,7 @@ class ExpertStore:
                 POLICIES[policy](num_slots),
                 min_exact=limits.exact_slots(num_slots),
             )
-            shelves[layer] = Shelf(layout, table, LayerCounters(), self._lock, clock, self._check_reader)
+            shelves[layer] = Shelf(layout, table, LayerCounters(), self._lock, clock, self._wait)
         self._shelves = shelves
         self._dispatcher = Dispatcher(shelves, source, memory, self._reader, self._lock, clock, limits)
         self._prefetcher = self._dispatcher.prefetcher
@@ -364,7 +364,7 @@ class ExpertStore:
         """
         with self._lock:
             watcher = Watcher(self._dispatcher.queue.in_flight())
-        watcher.wait(timeout_s, self._check_reader)
+        watcher.wait(timeout_s, self._wait)
 
     def _take(
         self, shelf: Shelf, wanted: tuple[int, ...], owner: int, row_masks: tuple[int, ...] | None
@@ -413,7 +413,7 @@ class ExpertStore:
         """Wait for slots, and count how long (exposed wait)."""
         began_ns = shelf.clock()
         try:
-            watcher.wait(timeout_s, self._check_reader)
+            watcher.wait(timeout_s, self._wait)
         finally:
             with self._lock:
                 shelf.counters.stood_still(WaitCause.NO_SLOT, max(0, shelf.clock() - began_ns), 0)
@@ -451,6 +451,10 @@ class ExpertStore:
                 f"No such layer: {layer}", hint=f"layers are {sorted(self._shelves)}", layer=layer
             )
         return shelf
+
+    def _wait(self, completion: Completion, timeout_s: float | None) -> bool:
+        """Block until the last end of a completion; return whether it is done. Without the lock."""
+        return self._reader.wait_for(completion, timeout_s, self._check_reader)
 
     def _check_reader(self) -> None:
         """Break the store if a reader is gone; called by waiters, without the lock."""
