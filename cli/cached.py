@@ -1,7 +1,7 @@
 """What lies in the local Hugging Face cache, looked at without network and without huggingface_hub.
 
-Entry points: `scan`, `lacking`. The layout is huggingface_hub's: `models--ORG--NAME` with `blobs`,
-`snapshots` of commits that link to them, and `refs` that name commits.
+Entry points: `scan`, `lacking`, `trouble_of`. The layout is huggingface_hub's: `models--ORG--NAME` with
+`blobs`, `snapshots` of commits that link to them, and `refs` that name commits.
 """
 
 from collections.abc import Iterator
@@ -101,12 +101,12 @@ def _look_at(repo: str, folder: Path, snapshot: Path) -> CachedModel:
         snapshot,
         sum(status.st_size for status in files),
         max((status.st_mtime for status in files), default=0.0),
-        _trouble(snapshot),
+        trouble_of(snapshot),
     )
 
 
-def _trouble(snapshot: Path) -> str:
-    """Return why a snapshot does not run, as far as small files tell."""
+def trouble_of(snapshot: Path) -> str:
+    """Return why a directory does not run, as far as small files tell; "" if it may."""
     from mlx_flashnext.config import read_config
     from mlx_flashnext.errors import ModelError
 

@@ -56,6 +56,13 @@ def goldens() -> Path:
     return user_cache_path("flashnext") / "goldens"
 
 
+def builds() -> Path:
+    """Return the directory in which `pack` and `convert` note what they made, for `list`."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("flashnext") / "builds"
+
+
 def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether progress may be shown at all."""
     return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"

@@ -36,7 +36,7 @@ def with_holes(stream, data):
         os.ftruncate(stream.fileno(), end)
 writing.write_all = with_holes
 staging.StagedDirectory.check_space = lambda self, sizes: None
-main(["convert", *sys.argv[1:], "--json"])
+main(["convert", *sys.argv[1:], "--no-agreement", "--no-golden", "--json"])
 """
 
 

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.answer import plan_request
+from cli.builds import note_build
 from cli.console import Console, counted, size
 from cli.engine_factory import Services
-from cli.errors import OK, UsageProblem
-from cli.model_path import find_model
+from cli.errors import OK, UsageProblem, describe
+from cli.golden import checked_golden, golden_document, golden_lines, why_not
+from cli.model_path import FoundModel, find_model
 from cli.options import MemoryOptions
 from cli.settings import expanded
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.compare import Difference
 
 DROP, SAME = "drop", "same"
+AGREEMENT_PROMPTS, AGREEMENT_TOKENS, AGREEMENT_CONTEXT = 2, 16, 2048
 TABLE_GROUP = 32
 
 
@@ -51,13 +54,28 @@ def convert(
     vision: Annotated[
         bool, typer.Option("--vision/--no-vision", help="Copy the vision tensors, for other runtimes.")
     ] = True,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement/--no-agreement",
+            help="At the end let both builds answer and say how often they agree: takes a run's memory.",
+        ),
+    ] = True,
+    golden: Annotated[
+        bool,
+        typer.Option(
+            "--golden/--no-golden",
+            help="Load OUT and keep its first 32 greedy tokens, for flashnext doctor to compare with.",
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Quantise the official weights into an MLX checkpoint, one expert at a time.
 
     SPEC is bits or bits:group, such as 4:64; mxfp4, mxfp8 or nvfp4; or none. Needs little memory, however
     large the model. A run that was cut short goes on where it stopped; OUT appears only once it is whole, has
-    been opened, and parts of it were compared with the source.
+    been opened, and parts of it were compared with the source. What follows, answers of both builds and a
+    golden, can be left out or stopped: OUT is there.
     """
     services: Services = context.obj
     recipe = _recipe(experts, trunk, table, mtp, also or [], keep_vision=vision)
@@ -69,11 +87,51 @@ def convert(
         lambda stage, done, total: console.progress(stage, done, total, is_bytes=stage == "converting"),
     )
     console.end_progress()
-    if json:
-        console.document(_document(made, recipe))
-    else:
+    note_build(made.directory, "conversion", found.label)
+    if not json:
         _show(console, made, found.label)
+    said, why_none = _agreement(services, found, made, console) if agreement else (None, "left out")
+    if not json:
+        console.line()
+        if said is None:
+            console.line(f"greedy agreement: not measured, {why_none}")
+        else:
+            _show_agreement(console, said)
+    check, problem = checked_golden(services, made.directory, console) if golden else (None, None)
+    if json:
+        document = _document(made, recipe)
+        document["agreement"] = {"why_none": why_none} if said is None else said.to_dict()
+        console.document({**document, "golden": golden_document(check, why_not(problem))})
+        return OK
+    for line in golden_lines(check, why_not(problem)):
+        console.line(line)
     return OK
+
+
+def _agreement(
+    services: Services, source: FoundModel, made: "Converted", console: Console
+) -> "tuple[Difference | None, str]":
+    """Return how far the two builds are apart, or why nobody knows: the conversion stands either way."""
+    from expert_store.errors import StoreError
+    from mlx_flashnext.engine.errors import EngineError
+    from mlx_flashnext.engine.plan import PlanRequest
+    from mlx_flashnext.errors import ModelError
+
+    request = PlanRequest(context_tokens=AGREEMENT_CONTEXT, num_snapshots=0)
+    try:
+        found = services.compare_builds(
+            source.directory,
+            made.directory,
+            request,
+            AGREEMENT_PROMPTS,
+            AGREEMENT_TOKENS,
+            lambda stage, done, total: console.progress(stage, done, total, is_bytes=stage == "trunk"),
+        )
+    except (EngineError, ModelError, StoreError) as error:
+        return None, describe(error).message
+    finally:
+        console.end_progress()
+    return found, ""
 
 
 def compare(
@@ -200,6 +258,10 @@ def _show_difference(console: Console, found: "Difference") -> None:
     rows = [[str(layer), f"{error:.4f}"] for layer, error in enumerate(found.layers)]
     console.table(("layer", "error of its output"), [*rows, ["logits", f"{found.logits:.4f}"]], right=(0, 1))
     console.line()
+    _show_agreement(console, found)
+
+
+def _show_agreement(console: Console, found: "Difference") -> None:
     share = 100 * found.agreement
     console.line(
         f"greedy agreement  {found.num_agreeing} of {found.num_positions} positions ({share:.1f} %), "

@@ -8,15 +8,14 @@ from cli.console import Console, as_json_value, counted, size
 from cli.doctor_health import health_document, show_health
 from cli.engine_factory import Services
 from cli.errors import DAMAGED, OK, describe
+from cli.golden import checked_golden, why_not
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel, chosen_model
 from cli.options import ModelOptions
-from cli.settings import goldens
 
 if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint
     from mlx_flashnext.engine.doctor import DiskLine, Examination
-    from mlx_flashnext.engine.golden import GoldenCheck
 
 
 def doctor(
@@ -51,9 +50,9 @@ def doctor(
         )
         console.end_progress()
         around = look_around(found.directory)
-        check, problem = _checked(services, found, console) if golden else (None, None)
+        check, problem = checked_golden(services, found.directory, console) if golden else (None, None)
     console.end_progress()
-    why_none = "left out" if problem is None else describe(problem).message
+    why_none = why_not(problem)
     if json:
         document = _report(found, checkpoint, seen)
         console.document({**document, **health_document(around, check, why_none)})
@@ -63,20 +62,6 @@ def doctor(
     if problem is not None and not isinstance(problem, EngineError):
         return describe(problem).code  # it does not load, as the golden's line says
     return DAMAGED if check is not None and check.outcome == "differs" else OK
-
-
-def _checked(
-    services: Services, found: FoundModel, console: Console
-) -> "tuple[GoldenCheck | None, Exception | None]":
-    """Return the golden, or why there is none: a machine that is too small is still examined."""
-    from expert_store.errors import StoreError
-    from mlx_flashnext.engine.errors import EngineError
-    from mlx_flashnext.errors import ModelError
-
-    try:
-        return services.check_golden(found.directory, goldens(), console.progress), None
-    except (EngineError, ModelError, StoreError) as error:
-        return None, error
 
 
 def _show(console: Console, found: FoundModel, checkpoint: "Checkpoint", seen: "Examination") -> None:

@@ -2,11 +2,13 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cli.builds import Build, noted_builds
 from cli.cached import CachedModel, partial_bytes, scan
 from cli.console import Console, counted, size
 from cli.engine_factory import Services
@@ -15,7 +17,7 @@ from cli.hub import SPARE_BYTES, Listing, parse_name, repo_folder
 from cli.hub_fetch import Progress, fetch, library_notes
 from cli.interrupts import Interrupts
 from cli.model_path import ALIASES, complete_model
-from cli.settings import hub_cache, wants_download_progress
+from cli.settings import expanded, hub_cache, wants_download_progress
 
 SHORT_COMMIT = 8
 
@@ -65,28 +67,49 @@ def list_models(
     console: Console,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """List the models in the local Hugging Face cache, and whether they run."""
-    models = scan()
+    """List the models in the local Hugging Face cache, what pack and convert made, and whether they run."""
+    models, made = scan(), noted_builds()
     if json:
-        console.document({"cache": str(hub_cache()), "models": [_as_document(model) for model in models]})
+        console.document(
+            {
+                "cache": str(hub_cache()),
+                "models": [_as_document(model) for model in models],
+                "builds": [_build_document(build) for build in made],
+            }
+        )
         return OK
-    if not models:
+    if models:
+        _show_cached(console, models)
+    else:
         console.line(f"no models in {hub_cache()}")
         console.line("flashnext pull ORG/NAME fetches one; without --model, commands use the demo model")
-        return OK
+    if made:
+        console.line()
+        rows = [
+            (str(build.directory), f"{build.kind} of {build.source}", size(build.num_bytes), _runs(build))
+            for build in made
+        ]
+        console.table(("directory", "what", "size", "runs"), rows, right=(2,))
+    return OK
+
+
+def _show_cached(console: Console, models: Sequence[CachedModel]) -> None:
     rows = [
         (
             model.repo,
             ", ".join(model.refs) or model.commit[:SHORT_COMMIT],
             size(model.num_bytes),
-            model.trouble or "yes",
+            _runs(model),
         )
         for model in models
     ]
     console.table(("model", "revision", "size", "runs"), rows, right=(2,))
     console.line()
     console.line(f"in {hub_cache()}")
-    return OK
+
+
+def _runs(model: CachedModel | Build) -> str:
+    return model.trouble or "yes"
 
 
 def remove(
@@ -105,6 +128,8 @@ def remove(
     Other programs that use the cache lose it too. What will go is named first, and asked for unless --yes.
     """
     whole = _whole_name(repo)
+    if repo.startswith(("/", "./", "../", "~")) and expanded(repo).is_dir():
+        raise UsageProblem(f"A directory of your own, none of the cache: {repo}", hint=f"rm -r {repo}")
     name, revision = parse_name(whole)
     folder = repo_folder(name)
     if not folder.is_dir():
@@ -262,6 +287,17 @@ def _as_document(model: CachedModel) -> dict[str, Any]:
         "modified_s": model.modified_s,
         "runs": not model.trouble,
         "trouble": model.trouble or None,
+    }
+
+
+def _build_document(build: Build) -> dict[str, Any]:
+    return {
+        "directory": str(build.directory),
+        "kind": build.kind,
+        "source": build.source,
+        "bytes": build.num_bytes,
+        "runs": not build.trouble,
+        "trouble": build.trouble or None,
     }
 
 

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.builds import note_build
 from cli.console import Console, counted, size
 from cli.engine_factory import Services
 from cli.errors import DAMAGED, OK, describe
+from cli.golden import checked_golden, golden_document, golden_lines, why_not
 from cli.model_path import find_model
 from cli.settings import expanded
 
@@ -24,6 +26,13 @@ def pack(
         str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or Hub id in the local cache.")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to make; must not exist.")],
+    golden: Annotated[
+        bool,
+        typer.Option(
+            "--golden/--no-golden",
+            help="Load the pack and keep its first 32 greedy tokens, for flashnext doctor to compare with.",
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Rewrite a checkpoint so that every expert is one read, with a digest that each read is compared with.
@@ -38,8 +47,10 @@ def pack(
         expanded(out),
         lambda stage, done, total: console.progress(stage, done, total, is_bytes=True),
     )
+    note_build(packed.directory, "pack", found.label)
     gain = services.measure_pack_gain(found.directory, packed.directory, console.progress)
     console.end_progress()
+    check, problem = checked_golden(services, packed.directory, console) if golden else (None, None)
     if json:
         console.document(
             {
@@ -49,6 +60,7 @@ def pack(
                 "bytes": packed.num_bytes,
                 "reads_per_record": {"before": packed.reads_before, "now": 1},
                 "gain": gain.to_dict(),
+                "golden": golden_document(check, why_not(problem)),
             }
         )
         return OK
@@ -65,6 +77,8 @@ def pack(
     )
     for name, fact in facts:
         console.line(f"{name:<9}  {fact}")
+    for line in golden_lines(check, why_not(problem)):
+        console.line(line)
     return OK
 
 

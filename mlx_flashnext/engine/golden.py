@@ -10,17 +10,17 @@ MLX, they may part at a near tie: the file says what it is of, and is replaced w
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import BudgetTooSmall, MissingDrafter
+from mlx_flashnext.engine.errors import BudgetTooSmall, InvalidRequest, MissingDrafter
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.machine import Machine
 from mlx_flashnext.engine.plan import PlanRequest
@@ -111,20 +111,16 @@ def check_golden(
         EngineError: the model does not fit.
         OSError: the file cannot be read or written.
     """
-    has_mtp = open_checkpoint(model).mtp_experts is not None
-    try:
-        engine = _open(model, machine, "mtp" if has_mtp else "none", progress)
-    except (BudgetTooSmall, MissingDrafter):
-        engine = _open(model, machine, "none", progress)
-    with engine:
+    checkpoint = open_checkpoint(model)
+    path = directory / f"{checkpoint.digest[:32]}.json"
+    kept = _load(path)
+    with _open(model, machine, progress, _ways(checkpoint, kept)) as engine:
         prompt = tuple(engine.tokenizer.encode(PROMPT)) or (0,)
         said, proposed, accepted = _greedy(engine, prompt)
         slots = 0 if machine.backend == "cpu" else engine.plan.slots_per_layer
         text = engine.tokenizer.decode(said)
         digest, mlx = engine.checkpoint.digest, version_of("mlx")
     golden = Golden(FORMAT, VERSION, digest, machine.backend, mlx, slots, prompt, said, text)
-    path = directory / f"{digest[:32]}.json"
-    kept = _load(path)
     outcome: Outcome = "same"
     num_same = len(said)
     if kept is None or kept.conditions != golden.conditions:
@@ -137,9 +133,38 @@ def check_golden(
     return GoldenCheck(outcome, golden, num_same, path, proposed, accepted)
 
 
-def _open(model: Path, machine: Machine, draft: str, progress: Callable[[str, int, int], None]) -> Engine:
-    request = PlanRequest(context_tokens=CONTEXT_TOKENS, draft=draft, num_snapshots=0)
-    return Engine.open(model, request, machine=machine, progress=progress)
+def _ways(checkpoint: Checkpoint, kept: Golden | None) -> list[PlanRequest]:
+    """Return how to open the model, the best way first: with the slots that the kept golden was said with.
+
+    How much memory is free changes from day to day, and with it the slots that fit; tokens are comparable
+    only with the same number of them, where it matters at all.
+    """
+    drafts = ["mtp", "none"] if checkpoint.mtp_experts is not None else ["none"]
+    slots = [kept.slots_per_layer, None] if kept is not None and kept.slots_per_layer else [None]
+    return [
+        PlanRequest(context_tokens=CONTEXT_TOKENS, slots_per_layer=many, draft=draft, num_snapshots=0)
+        for many in slots
+        for draft in drafts
+    ]
+
+
+def _open(
+    model: Path,
+    machine: Machine,
+    progress: Callable[[str, int, int], None],
+    ways: Sequence[PlanRequest],
+) -> Engine:
+    """Open the model in the first way that fits.
+
+    Raises:
+        EngineError: none does.
+    """
+    for request in ways[:-1]:
+        try:
+            return Engine.open(model, request, machine=machine, progress=progress)
+        except (BudgetTooSmall, InvalidRequest, MissingDrafter):
+            continue
+    return Engine.open(model, ways[-1], machine=machine, progress=progress)
 
 
 def _greedy(engine: Engine, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:

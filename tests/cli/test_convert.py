@@ -1,6 +1,7 @@
 """`flashnext convert` and `flashnext compare`: what they print, where, and with which exit code."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from cli.engine_factory import Services
 from cli.tree import app
 from expert_store.errors import NotEnoughSpace
+from mlx_flashnext.engine.errors import BudgetTooSmall
 from tests.tiny.checkpoints import build_hf, build_mlx
 
 
@@ -27,7 +29,14 @@ def test_a_conversion_is_made_shown_and_compared(source, tmp_path):
     assert (made.exit_code, made.stderr) == (0, ""), made.output
     assert "3.5 MiB to 1.5 MiB" in made.stdout
     assert f"flashnext compare {source} {out}" in made.stdout
-    assert made.stdout.splitlines()[-1].startswith(" none")
+    lines = made.stdout.splitlines()
+    [table_end] = [at for at, line in enumerate(lines) if line.startswith(" none")]
+    assert re.fullmatch(
+        r"greedy agreement  \d+ of 32 positions \(\d+\.\d %\), 2 prompts", lines[table_end + 2]
+    )
+    assert "golden: 32 greedy tokens, kept to be compared with next time" in lines
+    checked = flashnext("doctor", out, "--json")
+    assert json.loads(checked.stdout)["golden"]["outcome"] == "same"
     shown = flashnext("show", out)
     assert shown.exit_code == 0
     assert "missing: nothing" in shown.stdout
@@ -46,7 +55,10 @@ def test_a_conversion_is_made_shown_and_compared(source, tmp_path):
 
 def test_documents_for_programs(source, tmp_path):
     words = ("--mtp", "drop", "--no-vision", "--also", "router", "--also", "hyper=6:32", "--table", "nvfp4")
+    words = (*words, "--no-agreement", "--no-golden")
     made = json.loads(flashnext("convert", source, tmp_path / "out", *words, "--json").stdout)
+    assert made["agreement"] == {"why_none": "left out"}
+    assert made["golden"] == {"outcome": "not checked", "reason": "left out"}
     assert made["recipe"] == {
         "experts": "4:64",
         "trunk": "8:64",
@@ -102,6 +114,31 @@ def test_refusals_have_their_exit_codes_and_hints(source, tmp_path):
     document = flashnext("convert", source, tmp_path / "x", "--json", services=services)
     assert document.exit_code == 4
     assert json.loads(document.stdout)["error"]["type"] == "NotEnoughSpace"
+
+
+def test_a_conversion_that_cannot_be_run_here_is_made_all_the_same(source, tmp_path):
+    def refuse(*_: object):
+        raise BudgetTooSmall("the model needs 30 GiB", hint="")
+
+    services = Services(compare_builds=refuse, check_golden=refuse)
+    made = flashnext("convert", source, tmp_path / "out", services=services)
+    assert made.exit_code == 0, made.output
+    assert "greedy agreement: not measured, the model needs 30 GiB" in made.stdout
+    assert "golden: not checked, the model needs 30 GiB" in made.stdout
+    document = json.loads(flashnext("convert", source, tmp_path / "2", "--json", services=services).stdout)
+    assert document["agreement"] == {"why_none": "the model needs 30 GiB"}
+
+
+def test_agreement_is_with_the_source_and_not_of_the_output_with_itself(source, tmp_path):
+    asked: list[tuple[Path, Path]] = []
+
+    def spy(reference: Path, other: Path, *_: object):
+        asked.append((reference, other))
+        raise BudgetTooSmall("enough seen", hint="")
+
+    services = Services(compare_builds=spy)
+    flashnext("convert", source, tmp_path / "out", "--no-golden", services=services)
+    assert asked == [(source, tmp_path / "out")]
 
 
 def test_two_models_are_not_two_builds_of_one(source, tmp_path):

@@ -4,6 +4,7 @@ import json
 import plistlib
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from cli.settings import goldens
 from cli.tree import app
 from mlx_flashnext.checkpoint import open_checkpoint
 from mlx_flashnext.engine import surroundings
+from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.golden import NUM_TOKENS, check_golden
 from mlx_flashnext.engine.machine import GIB, detect_machine
 from mlx_flashnext.engine.surroundings import look_around
@@ -180,6 +182,23 @@ def test_p61_other_conditions_replace_the_golden_instead_of_blaming_the_model(mo
     monkeypatch.setattr("mlx_flashnext.engine.golden.version_of", lambda _name: "9.9")
     assert check_golden(model, machine, goldens()).outcome == "new conditions"
     assert check_golden(model, machine, goldens()).outcome == "same"
+
+
+def test_p61_a_golden_is_compared_with_the_slots_it_was_said_with(model, monkeypatch):
+    """What fits changes from day to day; where slots matter, another number would never compare anything."""
+    metal = replace(detect_machine(), backend="metal")
+    opened: list[int | None] = []
+    original = Engine.open
+
+    def spy(directory, request, **rest):
+        opened.append(request.slots_per_layer)
+        few = request if opened[1:] else replace(request, slots_per_layer=6)
+        return original(directory, few, **{**rest, "machine": detect_machine()})
+
+    monkeypatch.setattr(Engine, "open", spy)
+    assert check_golden(model, metal, goldens()).golden.slots_per_layer == 6
+    assert check_golden(model, metal, goldens()).outcome == "same"
+    assert opened == [None, 6]
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'{"format": 1}'])

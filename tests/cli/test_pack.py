@@ -29,6 +29,7 @@ def test_a_pack_is_made_shown_verified_and_runs(source, tmp_path):
     assert "one read; 9 reads from" in made.stdout
     assert f"flashnext run --model {tmp_path / 'pack'}" in made.stdout
     assert made.stderr == ""
+    assert "golden: 32 greedy tokens, kept to be compared with next time" in made.stdout
     shown = json.loads(flashnext("show", tmp_path / "pack", "--json").stdout)
     assert (shown["model"]["layout"], shown["unknown"], shown["missing"]) == ("pack", [], [])
     assert sum(line["count"] for line in shown["tensors"].values()) == 335 + 80
@@ -39,13 +40,16 @@ def test_a_pack_is_made_shown_verified_and_runs(source, tmp_path):
 
 def test_documents_for_programs(source, tmp_path):
     made = json.loads(flashnext("pack", source, tmp_path / "pack", "--json").stdout)
+    assert (made["golden"]["outcome"], len(made["golden"]["tokens"])) == ("kept", 32)
+    checked = json.loads(flashnext("doctor", tmp_path / "pack", "--json").stdout)["golden"]
+    assert (checked["outcome"], checked["tokens"]) == ("same", made["golden"]["tokens"])
     assert made["reads_per_record"] == {"before": 9, "now": 1}
     checked = json.loads(flashnext("verify", tmp_path / "pack", "--json").stdout)
     assert (checked["identity"], checked["num_records"], checked["damaged"]) == (made["identity"], 80, [])
 
 
 def test_damage_is_listed_with_exit_code_5(source, tmp_path):
-    flashnext("pack", source, tmp_path / "pack")
+    flashnext("pack", source, tmp_path / "pack", "--no-golden")
     for expert in range(12):
         flip(tmp_path / "pack/experts-001.safetensors", 16384 * (expert + 1))
     flip(tmp_path / "pack/tokenizer.json", -1)
@@ -60,7 +64,7 @@ def test_damage_is_listed_with_exit_code_5(source, tmp_path):
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_damaged_config_is_damage_though_nothing_opens(source, tmp_path, damage):
-    flashnext("pack", source, tmp_path / "pack")
+    flashnext("pack", source, tmp_path / "pack", "--no-golden")
     if damage == "changed":
         flip(tmp_path / "pack/config.json", -1)
     else:
@@ -88,7 +92,7 @@ def test_refusals_have_their_exit_codes_and_hints(source, tmp_path):
 
 
 def test_a_pack_of_a_later_version_is_incompatible(source, tmp_path):
-    flashnext("pack", source, tmp_path / "pack")
+    flashnext("pack", source, tmp_path / "pack", "--no-golden")
     edit_manifest(tmp_path / "pack", lambda manifest: manifest.update(version=7))
     for command in ("verify", "show", "plan"):
         result = flashnext(command, tmp_path / "pack")
@@ -100,7 +104,7 @@ def test_a_pack_of_a_later_version_is_incompatible(source, tmp_path):
 
 @pytest.mark.parametrize("verify", ["first", "every"])
 def test_when_records_are_compared_shows_in_the_plan(source, tmp_path, verify):
-    flashnext("pack", source, tmp_path / "pack")
+    flashnext("pack", source, tmp_path / "pack", "--no-golden")
     result = flashnext("plan", tmp_path / "pack", "--json", "--verify-reads", verify)
     assert json.loads(result.stdout)["plan"]["verify_reads"] == verify
 
@@ -126,7 +130,7 @@ def gained(ratio: float | None, low: float = 0.0, high: float = 0.0, cache: str 
 )
 def test_what_a_pack_gains_is_said_and_so_is_that_it_gains_nothing(source, tmp_path, gain, line):
     services = Services(measure_pack_gain=gain)
-    made = flashnext("pack", source, tmp_path / "pack", services=services)
+    made = flashnext("pack", source, tmp_path / "pack", "--no-golden", services=services)
     (found,) = [text for text in made.stdout.splitlines() if text.startswith("gain")]
     assert found.startswith(f"gain       {line}"), found
     assert ("page cache unknown" in found) == ("0.90" in found)
