@@ -6,7 +6,7 @@ gets its fate, and it asserts that it is the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -44,9 +44,13 @@ class TimedRead(Protocol):
 
 
 class LayerCounters:
-    """Counts of one layer, changed on every demand. `waits` is flat: queue and read time of each cause."""
+    """Counts of one layer, changed on every demand. `waits` is flat: queue and read time of each cause.
 
-    __slots__ = ("num_demands", "num_joined", "num_misses", "num_prefetched", "waits")
+    Attributes:
+        watch: Told of every wait as `stood_still` is; None tells nobody (watch.py).
+    """
+
+    __slots__ = ("num_demands", "num_joined", "num_misses", "num_prefetched", "waits", "watch")
 
     def __init__(self) -> None:
         self.num_demands = 0
@@ -54,11 +58,14 @@ class LayerCounters:
         self.num_misses = 0
         self.num_prefetched = 0
         self.waits = [0] * (2 * len(WaitCause))
+        self.watch: Callable[[WaitCause, int, int, int], None] | None = None
 
-    def stood_still(self, cause: WaitCause, queue_ns: int, read_ns: int) -> None:
-        """Note an exposed wait."""
+    def stood_still(self, cause: WaitCause, began_ns: int, queue_ns: int, read_ns: int) -> None:
+        """Note an exposed wait, and when it began."""
         self.waits[2 * cause] += queue_ns
         self.waits[2 * cause + 1] += read_ns
+        if self.watch is not None:
+            self.watch(cause, began_ns, queue_ns, read_ns)
 
     def snapshot_waits(self) -> Mapping[WaitCause, WaitSplit]:
         """Freeze the waits."""

@@ -26,6 +26,7 @@ from expert_store.reader import Job, Reader, SlotMemory, check_views
 from expert_store.source import ByteSource
 from expert_store.stats import Fate
 from expert_store.ticket import NO_SLOT, Need, Ticket, TicketState, Waiter
+from expert_store.watch import StoreWatch
 
 _EXACT: Final = ReadClass.EXACT
 _EXACT_FATES: Final = {Need.NONE: Fate.STALE, Need.WANTED: Fate.IN_TIME, Need.URGENT: Fate.LATE}
@@ -40,6 +41,7 @@ class Dispatcher:
         queue: Tickets that have not ended.
         ledger: What became of the others.
         prefetcher: What lets guesses in.
+        watch: Told of every read that went well; None tells nobody.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Dispatcher:
         self._reader = reader
         self._lock = lock
         self._clock = clock
+        self.watch: StoreWatch | None = None
         self._refusal: StoreError | None = None
         # Memory does not change its shape: one look at each slot is enough.
         self._is_checked = {layer: bytearray(shelf.table.num_slots) for layer, shelf in shelves.items()}
@@ -248,6 +251,8 @@ class Dispatcher:
         else:
             self.ledger.ready(ticket, None)
             self.prefetcher.came_unused(ticket)
+        if self.watch is not None:
+            self.watch.read_ready(ticket)
 
     def _end_badly(self, ticket: RecordTicket, error: StoreError) -> None:
         """End a read that failed. What failed as a guess is read again for the demand that has joined it.

@@ -176,11 +176,11 @@ class LeaseRequest:
         waited_ns = max(0, ended_ns - began_ns)
         completion, last = self._completion, self._last
         if completion is None or completion.pending or last is None:
-            self._shelf.counters.stood_still(WaitCause.UNFINISHED, 0, waited_ns)
+            self._shelf.counters.stood_still(WaitCause.UNFINISHED, began_ns, 0, waited_ns)
             return
         started_ns = last.started_ns or ended_ns  # never started: drained when the store closed or broke
         queue_ns = min(max(0, started_ns - began_ns), waited_ns)
-        self._shelf.counters.stood_still(last.cause, queue_ns, waited_ns - queue_ns)
+        self._shelf.counters.stood_still(last.cause, began_ns, queue_ns, waited_ns - queue_ns)
 
     def _would_block(self, when: str) -> WouldBlock:
         pending = 0 if self._completion is None else self._completion.pending

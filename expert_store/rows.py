@@ -23,6 +23,7 @@ from expert_store.layout import RowLayout
 from expert_store.reader import Job, Reader, RowMemory, ThreadReader, check_views
 from expert_store.source import ByteSource
 from expert_store.stats import RowStatistics
+from expert_store.watch import RowWatch
 
 _JOBS_PER_READER: Final = 4
 """A large batch is cut into this many jobs per reader: even work, little overhead."""
@@ -89,7 +90,11 @@ class _Run(NamedTuple):
 
 
 class RowTable:
-    """Reads rows; the desk of its own reader. `gather` and `close` are for one thread at a time."""
+    """Reads rows; the desk of its own reader. `gather` and `close` are for one thread at a time.
+
+    Attributes:
+        watch: Told of every wait and read; None tells nobody. Set between gathers.
+    """
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class RowTable:
         self._lock = threading.Lock()  # protects what follows, and the jobs
         self._jobs: deque[_RowRead] = deque()
         self._refusal: StoreError | None = None
+        self.watch: RowWatch | None = None
         self._turn = 0
         self._batches: list[RowBatch | None] = [None] * memory.num_buffers
         self._num_rows = self._num_unique = self._num_reads = self._physical_bytes = self._exposed_wait_ns = 0
@@ -202,7 +208,10 @@ class RowTable:
             is_done = completion.wait(timeout_s, self._check_reader)
         finally:
             with self._lock:
-                self._exposed_wait_ns += self._clock() - began_ns
+                waited_ns = self._clock() - began_ns
+                self._exposed_wait_ns += waited_ns
+                if self.watch is not None:
+                    self.watch.rows_stood_still(began_ns, waited_ns)
         if not is_done:
             raise WouldBlock(f"Rows are not there after {timeout_s:g} s", hint="wait longer")
 
@@ -212,13 +221,16 @@ class RowTable:
         Returns:
             Number of reads, physical bytes.
         """
-        num_reads = total = 0
+        watch, num_reads, total = self.watch, 0, 0
+        began_ns = 0 if watch is None else self._clock()
         for run in self._runs(buffer, rows):
             got = self._source.read_into(run.file, run.offset, run.views)
             num_reads += 1
             total += got
             if got != run.length:
                 raise self._cut_short(rows, run, got)
+        if watch is not None:
+            watch.rows_ready(began_ns, self._clock(), len(rows), total)
         return num_reads, total
 
     def count(self, num_reads: int, physical_bytes: int) -> None:

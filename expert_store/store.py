@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -39,6 +40,7 @@ from expert_store.source import ByteSource
 from expert_store.stats import HintOutcome, LayerStatistics, StoreStatistics
 from expert_store.ticket import NO_SLOT
 from expert_store.unverified import UnverifiedDemands
+from expert_store.watch import StoreWatch
 
 POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = MappingProxyType(
     {"lru": LeastRecentlyUsed, "slru": SegmentedLru}
@@ -416,13 +418,21 @@ class ExpertStore:
             watcher.wait(timeout_s, self._wait)
         finally:
             with self._lock:
-                shelf.counters.stood_still(WaitCause.NO_SLOT, max(0, shelf.clock() - began_ns), 0)
+                waited_ns = max(0, shelf.clock() - began_ns)
+                shelf.counters.stood_still(WaitCause.NO_SLOT, began_ns, waited_ns, 0)
 
     def statistics(self) -> StoreStatistics:
         """Return a snapshot of every count."""
         with self._lock:
             layers = tuple(_layer_statistics(shelf) for shelf in self._shelves.values())
             return self._dispatcher.ledger.snapshot(layers, num_queued=self._dispatcher.queue.num_queued)
+
+    def watch(self, watch: StoreWatch | None) -> None:
+        """Have somebody told of every wait and read from now on, or nobody any more; see watch.py."""
+        with self._lock:
+            self._dispatcher.watch = watch
+            for layer, shelf in self._shelves.items():
+                shelf.counters.watch = None if watch is None else partial(watch.stood_still, layer)
 
     def close(self) -> None:
         """Fail what is queued, let reads on the wire finish, join every thread. Idempotent.

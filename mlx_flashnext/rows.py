@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from expert_store.rows import RowBatch, RowTable
 from expert_store.stats import RowStatistics
+from expert_store.watch import RowWatch
 from mlx_flashnext.banks import RowBanks
 from mlx_flashnext.checkpoint import NgramLayout
 from mlx_flashnext.config import ModelConfig
@@ -71,6 +72,10 @@ class StreamedRows:
     def statistics(self) -> RowStatistics:
         """Return what was read so far."""
         return self._table.statistics()
+
+    def watch(self, watch: RowWatch | None) -> None:
+        """Have somebody told of every wait and read from now on, or nobody any more."""
+        self._table.watch = watch
 
     def assemble(self, batch: RowBatch, num_positions: int, num_heads: int) -> mx.array:
         """Return the landed rows as [T, N, width] in the compute type."""

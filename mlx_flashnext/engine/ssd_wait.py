@@ -16,9 +16,10 @@ from expert_store.stats import Fate, HintOutcome, LatencyStatistics, RowStatisti
 from mlx_flashnext.engine.deltas import plus
 from mlx_flashnext.engine.prediction import Prediction
 from mlx_flashnext.engine.ticket_books import Books, books_of, used_shares
+from mlx_flashnext.engine.waterfall import RecordedCycle
 
 FORMAT = "flashnext-ssd-wait"
-VERSION = 2
+VERSION = 3
 _NAMED = (WaitCause.COLD, WaitCause.EVICTED, WaitCause.LATE_HINT)
 
 
@@ -182,6 +183,7 @@ class VariantReport:
         per_position_acceptance: share of the cycles proposing an i-th token that accepted it.
         of_belady: what was resident for its own sake, as a fraction of Belady's hit rate.
         ratios: time per token over that of the first variant, one a repetition.
+        cycle: one of an answer beyond those that were measured, step by step.
     """
 
     variant: Variant
@@ -226,6 +228,7 @@ class VariantReport:
     of_belady: float | None
     hints_stopped: str = ""
     ratios: tuple[float, ...] = field(default=())
+    cycle: RecordedCycle | None = None
 
     @property
     def exposed_wait_ns(self) -> float:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from expert_store.errors import SlotsExhausted, StoreClosed, StoreError, WouldBlock
+from expert_store.keys import WaitCause
 from expert_store.reader import ThreadReader
 from expert_store.stats import Fate
 from expert_store.testing import HeldSource
@@ -387,3 +388,39 @@ def test_the_store_imports_where_mlx_and_numpy_cannot_be():
 
 
 _PATHS = f"import sys; sys.path[:] = {sys.path!r}\n"
+
+
+def test_a_watch_hears_of_every_wait_and_read_with_its_times_until_it_is_taken_away():
+    class Watch:
+        def __init__(self):
+            self.waits, self.reads = [], []
+
+        def stood_still(self, *what):
+            self.waits.append(what)
+
+        def read_ready(self, ticket):
+            self.reads.append((ticket.key, ticket.issued_ns, ticket.started_ns, ticket.ready_ns, ticket.fate))
+
+    rig, watch = make_rig(), Watch()
+    rig.store.watch(watch)
+    rig.clock.advance(50)
+    request = rig.store.request(0, [1])
+    rig.clock.advance(5)
+    rig.reader.begin()
+
+    def finish_later():
+        while not request.is_waited_for:
+            pass
+        rig.clock.advance(1000)
+        rig.reader.finish()
+
+    other = threading.Thread(target=finish_later)
+    other.start()
+    request.wait(30)
+    other.join()
+    assert watch.waits == [(0, WaitCause.COLD, 55, 0, 1000)]
+    assert watch.reads == [((0, 1), 50, 55, 1055, Fate.LATE)]
+    rig.store.watch(None)
+    rig.store.request(0, [2])
+    assert rig.reader.step()
+    assert len(watch.reads) == 1
