@@ -48,6 +48,7 @@ from mlx_flashnext.engine.ssd_wait import (
     added_slots,
     summarise,
 )
+from mlx_flashnext.engine.waterfall import MOST_TOKENS, CycleRecorder, RecordedCycle
 
 DRAFT_ORACLE: Final = "oracle-draft"
 """Hints of a perfect predictor that knows the tokens of a block when it begins, and nothing beyond it."""
@@ -182,7 +183,9 @@ def measure_ssd_wait(
                 variants = [Variant(engine.plan.slots_per_layer, *draft, hints) for hints in asked.hints]
                 runs = bench.compare(variants)
                 bounds = Bounds(compute[draft], disk.bytes_per_s, bench.belady_hit_rate())
-            reports += _reports(variants, runs, bounds, record_bytes, checkpoint.config.num_experts_per_tok)
+                cycles = [bench.recorded_cycle(variant) for variant in variants]
+            these = _reports(variants, runs, bounds, record_bytes, checkpoint.config.num_experts_per_tok)
+            reports += [replace(one, cycle=cycle) for one, cycle in zip(these, cycles, strict=True)]
     conditions = conditions_of(
         checkpoint,
         machine,
@@ -322,6 +325,19 @@ class _Bench:
                 )
             )
         return _added(parts)
+
+    def recorded_cycle(self, variant: Variant) -> RecordedCycle | None:
+        """Answer the first prompt once more, no figure taken, and return one of its cycles step by step."""
+        engine, one = self._engine, self._recorded[0]
+        recorder = CycleRecorder()
+        hints = Hints(self._predictor(variant.hints, one), engine.config.num_hidden_layers, recorder.routes)
+        session = engine.session(self._drafter(one), is_guarded=False, hints=hints, laps=recorder)
+        prepare(self._files, self._asked.page_cache)
+        answer(session, one.prompt, 0)
+        engine.target.store.wait_idle()
+        with recorder.watching(engine.target):
+            answer(session, one.prompt, min(self._asked.num_tokens, MOST_TOKENS))
+        return recorder.typical()
 
     def _predictor(self, hints: str, one: Recorded) -> Predictor | None:
         """Return who guesses: oracles anew for each prompt, the others learn from one to the next."""
