@@ -102,9 +102,7 @@ class Reader(Protocol):
         """Raise `WorkerDied` if jobs may never be finished."""
         ...
 
-    def wait_for(
-        self, completion: Completion, timeout_s: float | None, check: Callable[[], None]
-    ) -> bool:
+    def wait_for(self, completion: Completion, timeout_s: float | None, check: Callable[[], None]) -> bool:
         """Block until the last end of a completion, as `Completion.wait`; the caller does not hold the lock.
 
         Threads bring that about by themselves. A reader that has none does its work here (simulate.py).

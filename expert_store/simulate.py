@@ -1,125 +1,310 @@
-"""What an eviction policy would have made of recorded demands: no bytes, no threads. Entry: `simulate`.
+"""The store on a drive and a clock that are not there. Entry: `Simulated.open`, then `compute` and the store.
 
-A demand is the set of experts that one block asks of one layer: all of them must be in slots at once. A set
-wider than the slots is visited in groups, in ascending order, as the engine does. Without a policy, what is
-needed again last leaves first, but no member of the set that is being served: by exchange, nothing that reads
-on demand has more hits.
+`ExpertStore` itself runs: slots, ranking, policy, tickets, queue, prefetcher, leases and books are its own, and
+hits, misses and fates are those of a run by construction. What is replaced is what it stands on: the clock,
+the threads and the bytes, which are counted and not moved. Time passes where the caller says that it computes,
+and where the store makes it wait.
 
-Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
+The drive, as `testing.ThrottledSource` imitates it and as two figures describe a real one:
+
+    begin   when a reader takes a ticket: `wake_ns` after it was told, if it slept; at once, if it was busy
+    free    = max(free, begin) + bytes / bytes_per_s      bandwidth is shared, first come first served
+    ready   = max(begin + reads x latency_ns, free) + overhead_ns
+
+and whoever waits goes on `wake_ns` after the last record was ready.
+
+Invariants:
+    V1  the clock never goes back;
+    V2  what happens at the same moment happens in the order in which it was arranged, and nothing depends on
+        threads, hashes or the time of day: the same calls give the same result;
+    V3  at most `num_readers` reads are on the wire; each ticket that was taken is handed in once.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import count
+from typing import Final, Self
 
-from expert_store.policy.base import EvictionPolicy
+from expert_store.completion import Completion
+from expert_store.dispatch import RecordTicket
+from expert_store.errors import StoreError, WorkerDied
+from expert_store.layout import ReadOp, RecordLayout, StackedComponent
+from expert_store.prefetch import PrefetchLimits
+from expert_store.reader import Desk, Reader, attempt
+from expert_store.source import ByteSource
+from expert_store.store import ExpertStore
 
-_NEVER: Final = 1 << 62
+_S: Final = 1_000_000_000
+_FILE_BYTES: Final = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """What became of demands.
+class Drive:
+    """What reads.
 
     Attributes:
-        num_demands: Experts asked for.
-        num_hits: Of them, those in a slot.
+        bytes_per_s: Of all readers together; None does not limit.
+        latency_ns: Of every read of a record, one after the other; readers overlap in it.
+        overhead_ns: What a reader adds to every record, beside the drive.
+        wake_ns: Until a sleeping reader begins, and until whoever waited goes on.
+        num_readers: Reads on the wire at once.
     """
 
-    num_demands: int
-    num_hits: int
+    bytes_per_s: float | None = None
+    latency_ns: int = 0
+    overhead_ns: int = 0
+    wake_ns: int = 0
+    num_readers: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse what no drive is."""
+        rate = self.bytes_per_s
+        if rate is not None and not rate > 0:
+            raise StoreError(f"No drive gives {rate} bytes a second", hint="give a rate above zero")
+        for name in ("latency_ns", "overhead_ns", "wake_ns"):
+            if getattr(self, name) < 0:
+                raise StoreError(f"{name} is negative: {getattr(self, name)}", hint="give zero or more")
+        if self.num_readers < 1:
+            raise StoreError(f"num_readers is below one: {self.num_readers}", hint="give at least one")
+
+
+class VirtualClock:
+    """Nanoseconds that pass when told; never back (V1)."""
+
+    __slots__ = ("now_ns",)
+
+    def __init__(self) -> None:
+        """Start at one: the books read 0 as `never`."""
+        self.now_ns = 1
+
+    def __call__(self) -> int:
+        """Return the time."""
+        return self.now_ns
+
+    def reach(self, time_ns: int) -> None:
+        """Let it become so late."""
+        assert time_ns >= self.now_ns, f"the clock would go back from {self.now_ns} to {time_ns}"
+        self.now_ns = time_ns
+
+
+class VirtualReader(Reader):
+    """Readers without threads: events in order of time, on the thread that computes or waits."""
+
+    def __init__(self, drive: Drive, clock: VirtualClock) -> None:
+        """Start with every reader asleep."""
+        self.drive = drive
+        self._clock = clock
+        self._num_asleep = drive.num_readers
+        self._events: list[tuple[int, int, RecordTicket | None]] = []  # None: a reader wakes
+        self._order = count()
+        self._free_ns = 0
+        self._desk: Desk | None = None
 
     @property
-    def num_misses(self) -> int:
-        """Records that had to be read."""
-        return self.num_demands - self.num_hits
+    def num_readers(self) -> int:
+        """See `Reader`."""
+        return self.drive.num_readers
 
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of demands that found their record in a slot; None without demands."""
-        return self.num_hits / self.num_demands if self.num_demands else None
+    def start(self, desk: Desk) -> None:
+        """See `Reader`."""
+        self._desk = desk
+
+    def wake(self, num_jobs: int) -> None:
+        """Let readers that sleep wake in a moment; see `Reader`."""
+        num = min(num_jobs, self._num_asleep)
+        self._num_asleep -= num
+        for _ in range(num):
+            self._arrange(self._clock.now_ns + self.drive.wake_ns, None)
+
+    def check(self) -> None:
+        """Do nothing: nobody can die."""
+
+    def close(self) -> None:
+        """Hand in what is on the wire; see `Reader`."""
+        while self._events:
+            self._step()
+
+    def wait_for(self, completion: Completion, timeout_s: float | None, check: Callable[[], None]) -> bool:
+        """Let time pass until the last end of a completion; see `Reader`.
+
+        Raises:
+            WorkerDied: Nothing is on the wire that could bring it about.
+        """
+        check()
+        completion.is_waited_for = True
+        until_ns = None if timeout_s is None else self._clock.now_ns + round(timeout_s * _S)
+        while completion.pending:
+            if not self._events:
+                raise WorkerDied("Somebody waits for what nobody reads", hint="this is a bug of the store")
+            if until_ns is not None and self._events[0][0] > until_ns:
+                self.pass_until(until_ns)
+                return False
+            self._step()
+        self.pass_until(self._clock.now_ns + self.drive.wake_ns)
+        return True
+
+    def pass_until(self, time_ns: int) -> None:
+        """Let time pass, and whatever is due meanwhile happen."""
+        while self._events and self._events[0][0] <= time_ns:
+            self._step()
+        self._clock.reach(time_ns)
+
+    def _arrange(self, time_ns: int, ticket: RecordTicket | None) -> None:
+        heapq.heappush(self._events, (time_ns, next(self._order), ticket))
+
+    def _step(self) -> None:
+        """Let the next event happen."""
+        time_ns, _, ticket = heapq.heappop(self._events)
+        self._clock.reach(time_ns)
+        assert self._desk is not None
+        error = None if ticket is None else attempt(ticket)
+        with self._desk.lock:
+            if ticket is not None:
+                ticket.hand_in(error)
+            job = self._desk.next_job()
+        if job is None:
+            self._num_asleep += 1
+            return
+        assert isinstance(job, RecordTicket)
+        self._arrange(self._ready_ns(job), job)
+
+    def _ready_ns(self, ticket: RecordTicket) -> int:
+        """Return when a read that begins now will be done, and take the drive for it."""
+        drive, now_ns = self.drive, self._clock.now_ns
+        ready_ns = now_ns + len(ticket.runs) * drive.latency_ns
+        if drive.bytes_per_s is not None:
+            self._free_ns = max(self._free_ns, now_ns) + round(ticket.num_bytes / drive.bytes_per_s * _S)
+            ready_ns = max(ready_ns, self._free_ns)
+        return ready_ns + drive.overhead_ns
 
 
-def simulate(
-    demands: Sequence[Sequence[int]],
-    num_slots: int,
-    policy: Callable[[int], EvictionPolicy] | None = None,
-    *,
-    is_measured: Sequence[bool] | None = None,
-) -> Simulated:
-    """Serve the demands of one layer in order.
+class CountedBytes(ByteSource):
+    """Delivers whatever is asked for, without moving it."""
+
+    def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
+        """See `ByteSource`."""
+        del file, offset
+        return sum(view.nbytes for view in views)
+
+    def read_runs(self, runs: Sequence[ReadOp], views: Sequence[memoryview]) -> int:
+        """See `ByteSource`."""
+        del views
+        return sum(run.length for run in runs)
+
+    def name(self, file: int) -> str:
+        """See `ByteSource`."""
+        return f"simulated-{file}"
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+
+
+class _OneSlot:
+    """Memory that all slots of a layer share: nothing is ever written there."""
+
+    def __init__(self, layouts: Mapping[int, RecordLayout]) -> None:
+        shared = memoryview(bytearray(max((one.record_bytes for one in layouts.values()), default=0)))
+        self._views = {
+            layer: [shared[:length] for length in layout.component_lengths]
+            for layer, layout in layouts.items()
+        }
+
+    def views(self, layer: int, slot: int) -> Sequence[memoryview]:
+        """See `SlotMemory`."""
+        del slot
+        return self._views[layer]
+
+
+class Simulated:
+    """A store, and the time that passes around it.
+
+    Attributes:
+        store: The store; what it waits for passes on the virtual clock.
+        clock: The virtual clock.
+    """
+
+    def __init__(self, store: ExpertStore, reader: VirtualReader, clock: VirtualClock) -> None:
+        """Use `open` instead."""
+        self.store = store
+        self.clock = clock
+        self._reader = reader
+
+    @classmethod
+    def open(
+        cls,
+        layouts: Mapping[int, RecordLayout],
+        drive: Drive,
+        *,
+        slots: Mapping[int, int],
+        policy: str = "lru",
+        limits: PrefetchLimits | None = None,
+    ) -> Self:
+        """Open a store over records that need not exist; parameters as of `ExpertStore`.
+
+        Raises:
+            StoreError: As `ExpertStore`.
+        """
+        clock = VirtualClock()
+        reader = VirtualReader(drive, clock)
+        store = ExpertStore(
+            layouts,
+            CountedBytes(),
+            _OneSlot(layouts),
+            slots=slots,
+            policy=policy,
+            reader=reader,
+            limits=limits,
+            clock=clock,
+        )
+        return cls(store, reader, clock)
+
+    def compute(self, duration_ns: int) -> None:
+        """Let time pass while readers work on.
+
+        Raises:
+            StoreError: It is negative.
+        """
+        if duration_ns < 0:
+            raise StoreError(f"Nothing takes {duration_ns} ns", hint="give zero or more")
+        self._reader.pass_until(self.clock.now_ns + duration_ns)
+
+    def __enter__(self) -> Self:
+        """Return itself; leaving the block closes the store."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.store.close()
+
+
+def plain_layouts(
+    num_experts: Mapping[int, int], record_bytes: int, *, reads_per_record: int = 1
+) -> dict[int, RecordLayout]:
+    """Return layouts of records that need not exist.
 
     Args:
-        demands: Sets of experts, each ascending.
-        num_slots: Slots of the layer.
-        policy: Made with the number of slots; None is Belady's.
-        is_measured: Of each demand, whether it counts; None counts all. The others fill slots alone.
+        num_experts: Experts of each layer.
+        record_bytes: Of every record; at least one byte a read.
+        reads_per_record: Reads that fetch one: nine of an MLX pack whose stacks are apart, one of our own.
+
+    Raises:
+        CheckpointCorrupt: There is no such record.
     """
-    steps: list[tuple[Sequence[int], bool]] = []
-    for number, wanted in enumerate(demands):
-        width = num_slots if len(wanted) <= num_slots else max(1, num_slots // 2)
-        starts = range(0, len(wanted), width)
-        counts = is_measured is None or is_measured[number]
-        steps += [(wanted[start : start + width], counts) for start in starts]
-    due: dict[int, int] = {}
-    chooser = _Belady(due) if policy is None else policy(num_slots)
-    resident: set[int] = set()
-    num_demands = num_hits = 0
-    next_uses = _next_uses([wanted for wanted, _ in steps])
-    for (wanted, counts), next_use in zip(steps, next_uses, strict=True):
-        hits = [expert for expert in wanted if expert in resident]
-        if counts:
-            num_demands += len(wanted)
-            num_hits += len(hits)
-        due.update(zip(wanted, next_use, strict=True))
-        chooser.touch(hits)
-        pinned = frozenset(wanted)
-        for expert in [one for one in wanted if one not in resident]:
-            if len(resident) >= num_slots:
-                victim = chooser.evict(lambda one, pinned=pinned: one not in pinned)
-                assert victim is not None, "more is pinned than there are slots"
-                resident.remove(victim)
-            resident.add(expert)
-            chooser.admit(expert)
-    return Simulated(num_demands, num_hits)
-
-
-class _Belady(EvictionPolicy):
-    """Evicts what is due last.
-
-    Args:
-        due: The step that wants each expert next; kept up by the caller.
-    """
-
-    def __init__(self, due: Mapping[int, int]) -> None:
-        self._due = due
-        self._resident: set[int] = set()
-
-    def admit(self, expert: int) -> None:
-        self._resident.add(expert)
-
-    def touch(self, experts: Sequence[int]) -> None:
-        del experts
-
-    def evict(self, can_leave: Callable[[int], bool]) -> int | None:
-        able = (expert for expert in self._resident if can_leave(expert))
-        victim = max(able, key=lambda expert: (self._due[expert], expert), default=None)
-        if victim is not None:
-            self._resident.remove(victim)
-        return victim
-
-    def remove(self, expert: int) -> None:
-        self._resident.discard(expert)
-
-
-def _next_uses(steps: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return, for every expert of every step, the number of the step that wants it next."""
-    coming: dict[int, int] = {}
-    found: list[list[int]] = []
-    for number in range(len(steps) - 1, -1, -1):
-        found.append([coming.get(expert, _NEVER) for expert in steps[number]])
-        coming.update(dict.fromkeys(steps[number], number))
-    found.reverse()
+    part, rest = divmod(record_bytes, max(1, reads_per_record))
+    found: dict[int, RecordLayout] = {}
+    for layer, experts in num_experts.items():
+        components = [
+            StackedComponent(f"part-{number}", number, 0, length, 0, length)
+            for number in range(reads_per_record)
+            for length in [part + (rest if number == 0 else 0)]
+        ]
+        found[layer] = RecordLayout.stacked(
+            layer,
+            experts,
+            [(component.name, component) for component in components],
+            file_sizes=[_FILE_BYTES] * reads_per_record,
+        )
     return found

@@ -21,7 +21,7 @@ from typing import Final
 
 from drafter.api import Drafter
 from drafter.oracle import OracleDrafter
-from expert_store.simulate import simulate
+from expert_store.policy.belady import best_hits
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import Conditions, conditions_of
@@ -279,7 +279,7 @@ class _Bench:
         slots, demands, hits = self._engine.plan.slots_per_layer, 0, 0
         for layer, (wanted, is_measured) in _demands(self._log.passes, self._is_measured).items():
             del layer
-            best = simulate(wanted, slots, is_measured=is_measured)
+            best = best_hits(wanted, slots, is_measured=is_measured)
             demands, hits = demands + best.num_demands, hits + best.num_hits
         return hits / demands if demands else None
 
