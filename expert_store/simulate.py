@@ -1,9 +1,9 @@
 """The store on a drive and a clock that are not there. Entry: `Simulated.open`, then `compute` and the store.
 
-`ExpertStore` itself runs: slots, ranking, policy, tickets, queue, prefetcher, leases and books are its own, and
+`ExpertStore` itself runs: slots, ranking, policy, tickets, queue, prefetcher, leases and books are its own;
 hits, misses and fates are those of a run by construction. What is replaced is what it stands on: the clock,
-the threads and the bytes, which are counted and not moved. Time passes where the caller says that it computes,
-and where the store makes it wait.
+the threads and the bytes, which are counted and not moved. Time passes where the caller says that it
+computes, and where the store makes it wait.
 
 The drive, as `testing.ThrottledSource` imitates it and as two figures describe a real one:
 
@@ -302,9 +302,6 @@ def plain_layouts(
             for length in [part + (rest if number == 0 else 0)]
         ]
         found[layer] = RecordLayout.stacked(
-            layer,
-            experts,
-            [(component.name, component) for component in components],
-            file_sizes=[_FILE_BYTES] * reads_per_record,
+            layer, experts, components, file_sizes=[_FILE_BYTES] * reads_per_record
         )
     return found

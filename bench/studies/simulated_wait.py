@@ -1,0 +1,285 @@
+"""Does the simulator say how long compute will stand still? Recorded, measured and predicted in one run.
+
+    python -m bench.studies.simulated_wait [--rate 10e6] [--budgets 16,32,48] [--hints off,near-gate,oracle]
+
+What the prediction is given, all of it taken apart from the runs it is held against:
+
+- routes and guesses: of one answer to each prompt at the first budget;
+- the drive: its rate, which is set (simulated disk), and what a request costs beside it, from requests of one
+  to four records in a store where nothing computes;
+- computing: the time from the end of one layer's wait to the next layer's demand, the median of each layer,
+  and what a hand-over takes, with each kind of hints at the first budget, the drive at the page cache's rate.
+
+Then every budget with every kind of hints is measured in an engine of its own, prompts read beforehand, and
+simulated from cold in the same order. Without hints, hits must be the same to the last one. The bar: exposed
+wait within 10 %. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.studies.turns import Dial
+from expert_store.lease import Lease
+from expert_store.simulate import Drive
+from expert_store.source import FileSource
+from expert_store.store import ExpertStore
+from expert_store.testing import DictMemory, ThrottledSource
+from mlx_flashnext.demo import demo_dir
+from mlx_flashnext.engine.deltas import plus, since
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.events import Finished
+from mlx_flashnext.engine.hints import Hints
+from mlx_flashnext.engine.measure import GREEDY, answer
+from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.predictors import NearGate, Oracle, Predictor
+from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
+from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
+from mlx_flashnext.engine.simulated_machine import Compute, SimulatedMachine, write_machine
+from mlx_flashnext.engine.simulated_routes import Answers, blocks_of_passes, routes_by_position
+from mlx_flashnext.engine.simulation import Played, RecordedGuesses, Simulation, play_answers
+from mlx_flashnext.tokenizer import Tokenizer
+
+BAR = 0.10
+HINTS = ("off", "near-gate", "oracle")
+
+
+@dataclass
+class Clocked:
+    """What stands in an engine's store for `acquire`: the same, with the time before it, in it and after.
+
+    Attributes:
+        gaps_ns: by layer, from the end of the wait before to the demand.
+        hints_ns: from the demand to the begin of the wait, where hints were handed over.
+    """
+
+    acquire: Callable[..., Lease]
+    is_on: bool = False
+    gaps_ns: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    hints_ns: list[int] = field(default_factory=list[int])
+    _left_ns: int = 0
+
+    def __call__(
+        self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[], None], **named: Any
+    ) -> Lease:
+        began_ns = time.perf_counter_ns()
+        if self.is_on and self._left_ns:
+            self.gaps_ns.setdefault(layer, []).append(began_ns - self._left_ns)
+
+        def clocked() -> None:
+            handed_ns = time.perf_counter_ns()
+            meanwhile()
+            if self.is_on:
+                self.hints_ns.append(time.perf_counter_ns() - handed_ns)
+
+        lease = self.acquire(layer, experts, meanwhile=clocked, **named)
+        self._left_ns = time.perf_counter_ns()
+        return lease
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One repetition; per token."""
+
+    wait_ns: float
+    token_ns: float
+    store: Any
+
+
+class Bench:
+    """The demo, its prompts, and the drive under it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.directory: Path = demo_dir()
+        tokenizer = Tokenizer.open(self.directory)
+        self.prompts = chat_prompts(self.directory, tokenizer, demo_tasks()[: options.prompts])
+        self.routes: list[RecordedRoutes] = []
+        with self.open(options.budgets[0])[0] as engine:
+            self.layouts = {layer: one.record for layer, one in engine.checkpoint.experts.items()}
+            self.files = engine.checkpoint.table.files
+            self.num_experts = engine.plan.num_experts
+            self.num_readers = engine.plan.num_readers
+            self.top_k = engine.config.num_experts_per_tok
+            self.num_layers = engine.config.num_hidden_layers
+
+    def open(self, slots: int) -> tuple[Engine, Dial]:
+        dial = Dial()
+        context = max(map(len, self.prompts)) + self.options.tokens + 1
+        request = PlanRequest(context_tokens=context, slots_per_layer=slots)
+        return Engine.open(self.directory, request, wrap_source=dial.wrap), dial
+
+    def predictor(self, hints: str, number: int) -> Predictor | None:
+        if hints == "oracle":
+            return Oracle(self.routes[number])
+        return NearGate() if hints == "near-gate" else None
+
+    def run(
+        self, slots: int, hints: str, rate: float | None, *, listen: bool = False
+    ) -> tuple[Measured, Answers, Clocked]:
+        """Answer every prompt in an engine of its own; the drive has the rate while answers are said."""
+        engine, dial = self.open(slots)
+        answers: Answers = []
+        total, decode_ns, tokens = None, 0, 0
+        with engine:
+            store = engine.target.store
+            clocked = Clocked(store.acquire)
+            if listen:
+                store.acquire = clocked  # type: ignore[method-assign]
+            for number, prompt in enumerate(self.prompts):
+                log = RouteLog()
+                told = Hints(self.predictor(hints, number), self.num_layers, log)
+                session = engine.session(is_guarded=False, hints=told)
+                dial.turn(None)
+                answer(session, prompt, 0)
+                store.wait_idle()
+                dial.turn(rate)
+                num_prefill, before = len(log.passes), store.statistics()
+                clocked.is_on = True
+                events = list(session.generate(prompt, GREEDY, max_tokens=self.options.tokens))
+                clocked.is_on = False
+                store.wait_idle()
+                end = events[-1]
+                assert isinstance(end, Finished)
+                got = since(store.statistics(), before)
+                total = got if total is None else plus(total, got)
+                decode_ns += end.statistics.decode_ns
+                tokens += end.statistics.output_tokens
+                answers.append(blocks_of_passes(log.passes, num_prefill))
+        assert total is not None
+        return Measured(total.exposed_wait_ns / tokens, decode_ns / tokens, total), answers, clocked
+
+    def calibrate_drive(self, rate: float) -> Drive:
+        """Find what a request costs beside the drive: requests of one to four records, nothing computing."""
+        lengths = {layer: one.component_lengths for layer, one in self.layouts.items()}
+        record_ns = {layer: one.record_bytes / rate * 1e9 for layer, one in self.layouts.items()}
+        extra: list[float] = []
+        with FileSource(self.files) as plain:
+            source = ThrottledSource(plain, bytes_per_s=rate)
+            slots = dict.fromkeys(self.layouts, self.num_experts - 1)
+            memory = DictMemory(lengths)
+            with ExpertStore(
+                self.layouts, source, memory, slots=slots, num_readers=self.num_readers
+            ) as store:
+                for turn in range(self.options.calibrations):
+                    layer = turn % len(self.layouts)
+                    number = 1 + turn // len(self.layouts) % self.top_k
+                    first = turn // len(self.layouts) * self.top_k % (self.num_experts - self.top_k)
+                    wanted = [e for e in range(first, first + number) if not store.is_resident(layer, e)]
+                    if len(wanted) < number:
+                        break
+                    time.sleep(0.002)  # as in a run, readers sleep before they are asked
+                    began_ns = time.perf_counter_ns()
+                    request = store.request(layer, wanted)
+                    request.wait().release()
+                    extra.append(time.perf_counter_ns() - began_ns - number * record_ns[layer])
+        beside = max(0, round(statistics.median(extra)))
+        return Drive(rate, 0, beside // 2, beside // 4, self.num_readers)
+
+
+def calibrate_compute(clocked: Clocked) -> Compute:
+    """Return what computing took between waits."""
+    layers = sorted(clocked.gaps_ns)
+    gaps = tuple(round(statistics.median(clocked.gaps_ns[layer])) for layer in layers)
+    return Compute(layer_ns=gaps, hint_ns=round(statistics.median(clocked.hints_ns)))
+
+
+def simulate(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> Played:
+    simulation = Simulation(
+        bench.layouts, machine, slots=dict.fromkeys(bench.layouts, slots), top_k=bench.top_k
+    )
+    if hints == "off":
+        predictors: list[Predictor | None] = [None] * len(answers)
+    elif hints == "oracle":
+        predictors = [Oracle(routes_by_position(blocks)) for blocks in answers]
+    else:
+        predictors = [RecordedGuesses() for _ in answers]
+    return play_answers(simulation, answers, iter(predictors))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = lambda text: [int(word) for word in text.split(",")]  # noqa: E731
+    parser.add_argument("--rate", type=float, default=10e6, help="bytes a second of the simulated disk")
+    parser.add_argument("--budgets", type=numbers, default=[16, 32, 48], help="slots of a layer")
+    parser.add_argument("--hints", type=lambda text: text.split(","), default=list(HINTS))
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--calibrations", type=int, default=96)
+    parser.add_argument("--write-machine", type=Path, help="the machine without hints, as a file")
+    options = parser.parse_args()
+    bench = Bench(options)
+    with contextlib.ExitStack():
+        _, plain, _ = bench.run(options.budgets[0], "off", None)
+        bench.routes = [routes_by_position(blocks) for blocks in plain]
+        drive = bench.calibrate_drive(options.rate)
+        print(
+            f"simulated disk: {options.rate / 1e6:g} MB/s; a request costs "
+            f"{(drive.overhead_ns + 2 * drive.wake_ns) / 1e3:.0f} us beside it"
+        )
+        machines: dict[str, SimulatedMachine] = {}
+        routes: dict[str, Answers] = {}
+        for hints in options.hints:
+            _, routes[hints], clocked = bench.run(options.budgets[0], hints, None, listen=True)
+            compute = calibrate_compute(clocked)
+            machines[hints] = SimulatedMachine(f"this one, hints {hints}", drive, compute)
+            assert isinstance(compute.layer_ns, tuple)
+            print(
+                f"{hints:10} computes {sum(compute.layer_ns) / 1e6:.2f} ms a token, hands over in "
+                f"{compute.hint_ns / 1e3:.0f} us"
+            )
+        if options.write_machine is not None:
+            options.write_machine.write_text(write_machine(machines["off"]))
+        rows = [
+            _row(bench, routes[hints], machines[hints], slots, hints)
+            for slots in options.budgets
+            for hints in options.hints
+        ]
+    worst = max(abs(row["error"]) for row in rows)
+    print(f"worst error {worst:.1%}, bar {BAR:.0%}: {'held' if worst <= BAR else 'MISSED'}")
+    document = {
+        "study": "simulated_wait",
+        "simulated_disk": options.rate,
+        "bar": BAR,
+        "worst": worst,
+        "rows": rows,
+    }
+    print(json.dumps(document))
+
+
+def _row(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> dict[str, Any]:
+    runs = [bench.run(slots, hints, bench.options.rate)[0] for _ in range(bench.options.repetitions)]
+    said = simulate(bench, answers, machine, slots, hints)
+    waits = sorted(run.wait_ns for run in runs)
+    waited, took = statistics.median(waits), statistics.median(run.token_ns for run in runs)
+    found = runs[0].store
+    if hints == "off":
+        same = [(said.store.num_hits, said.store.num_misses), (found.num_hits, found.num_misses)]
+        assert same[0] == same[1], f"hits and misses differ: simulated {same[0]}, measured {same[1]}"
+    error = said.wait_ns / waited - 1
+    print(
+        f"{slots:3} of {bench.num_experts} slots, {hints:10} waited {waited / 1e6:7.2f} ms a token "
+        f"[{waits[0] / 1e6:.2f} to {waits[-1] / 1e6:.2f}], predicted {said.wait_ns / 1e6:7.2f}, error {error:+.1%}; "
+        f"token {took / 1e6:.1f} ms, predicted {said.token_ns / 1e6:.1f}; "
+        f"hits {found.num_hits} and {said.store.num_hits} of {found.num_demands}, "
+        f"read {found.physical_bytes / 1e6:.2f} and {said.store.physical_bytes / 1e6:.2f} MB",
+        flush=True,
+    )
+    return {
+        "slots": slots, "hints": hints, "waited_ms": waited / 1e6, "waits_ms": [w / 1e6 for w in waits],
+        "predicted_ms": said.wait_ns / 1e6, "error": error, "token_ms": took / 1e6,
+        "predicted_token_ms": said.token_ns / 1e6, "hits": found.num_hits, "predicted_hits": said.store.num_hits,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

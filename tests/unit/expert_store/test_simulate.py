@@ -1,0 +1,223 @@
+"""The store on a virtual clock and drive: time, bytes and hits are those of the store and of arithmetic."""
+
+import random
+
+import pytest
+
+from expert_store.errors import CheckpointCorrupt, StoreError, WorkerDied
+from expert_store.keys import Prefetch, ReadClass, WaitCause
+from expert_store.prefetch import PrefetchLimits
+from expert_store.simulate import Drive, Simulated, VirtualReader, plain_layouts
+from expert_store.stats import Fate
+from expert_store.store import ExpertStore
+from expert_store.testing import DictMemory, MemorySource, StepReader
+
+RECORD, LAYERS, EXPERTS = 1000, 3, 12
+MS = 1_000_000
+SLOW = Drive(1e6, latency_ns=50_000, overhead_ns=30_000, wake_ns=20_000, num_readers=2)
+
+
+def opened(drive=SLOW, slots=6, **named):
+    layouts = plain_layouts(dict.fromkeys(range(LAYERS), EXPERTS), RECORD, **named)
+    limits = PrefetchLimits(min_exact_slots=2)
+    return Simulated.open(layouts, drive, slots=dict.fromkeys(layouts, slots), limits=limits)
+
+
+def demands(seed, length=60, widest=4):
+    chance = random.Random(seed)
+    return [
+        (layer, sorted(chance.sample(range(EXPERTS), chance.randint(1, widest))))
+        for _ in range(length)
+        for layer in range(LAYERS)
+    ]
+
+
+def hints(chance):
+    """Any hints, good for whatever."""
+    return [
+        Prefetch(
+            chance.randrange(LAYERS),
+            chance.randrange(EXPERTS),
+            chance.choice([ReadClass.NEAR, ReadClass.SPECULATIVE]),
+            chance.random(),
+            chance.randrange(9),
+        )
+        for _ in range(chance.randrange(4))
+    ]
+
+
+def play(simulated, wanted, *, seed=None, computing_ns=200_000):
+    """Demand each set, with guesses of anything if there is a seed; return the time after each."""
+    chance = random.Random(seed)
+    store, times = simulated.store, []
+    for number, (layer, experts) in enumerate(wanted):
+        simulated.compute(chance.randrange(computing_ns) if seed is not None else computing_ns)
+        told = hints(chance) if seed is not None else []
+        store.acquire(
+            layer, experts, meanwhile=lambda told=told: store.prefetch(told, owner=0, generation=0)
+        ).release()
+        times.append(simulated.clock())
+        if seed is not None and number % 7 == 6:
+            store.advance(0, number)
+    return times
+
+
+def test_a_request_takes_what_the_arithmetic_says():
+    with opened() as simulated:
+        simulated.store.acquire(0, [1, 2, 3])
+        # Two readers wake, 20 us; the drive gives a record a millisecond, so the third is there after three;
+        # its reader adds 30 us, and whoever waits wakes 20 us later.
+        assert simulated.store.statistics().exposed_wait_ns == 20_000 + 3 * MS + 30_000 + 20_000
+    with opened(Drive(1e9, latency_ns=MS, num_readers=2), reads_per_record=4) as simulated:
+        simulated.store.acquire(0, [1, 2, 3])
+        # Latencies are what matters: four of one record after the other, two records at a time.
+        assert simulated.store.statistics().exposed_wait_ns == 8 * MS
+
+
+def test_what_is_read_while_computing_is_not_waited_for():
+    with opened() as simulated:
+        store = simulated.store
+        store.prefetch([Prefetch(1, 5)], owner=0, generation=0)
+        simulated.compute(MS // 2)
+        store.prefetch(
+            [Prefetch(1, 6)], owner=0, generation=0
+        )  # half the readers guess: it waits for its turn
+        simulated.compute(MS)
+        store.acquire(1, [5]).release()
+        assert store.statistics().exposed_wait_ns == 0
+        store.acquire(1, [6]).release()
+        found = store.statistics()
+        assert 0 < found.exposed_wait_ns < MS
+        assert found.waits[WaitCause.LATE_HINT].total_ns == found.exposed_wait_ns
+        assert (found.num_prefetched, found.num_joined, found.num_misses) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_clock_never_goes_back_and_the_bytes_add_up(seed):
+    wanted = demands(seed)
+    with opened() as simulated:
+        times = play(simulated, wanted, seed=seed)
+        simulated.store.wait_idle()
+        found = simulated.store.statistics()
+    assert times == sorted(times)
+    assert found.num_demands == sum(len(experts) for _, experts in wanted)
+    assert found.num_demands == found.num_hits + found.num_joined + found.num_misses
+    unread = sum(found.fates[fate].num_bytes for fate in (Fate.CANCELLED, Fate.DROPPED))
+    assert found.physical_bytes == found.logical_bytes - unread == RECORD * found.queue.num_reads
+    issued = sum(books.num for books in found.classes.values())
+    assert issued == sum(count.num for count in found.fates.values()) + found.num_unused
+    # At no moment was the drive faster than it is.
+    assert found.physical_bytes / SLOW.bytes_per_s * 1e9 <= times[-1] + RECORD * 1000 * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_trace_on_the_same_machine_has_the_same_result(seed):
+    found = []
+    for _ in range(2):
+        with opened() as simulated:
+            found.append((play(simulated, demands(seed), seed=seed), simulated.store.statistics()))
+    assert found[0] == found[1]
+    with opened(Drive(2e6, 50_000, 30_000, 20_000, 2)) as simulated:
+        assert play(simulated, demands(seed), seed=seed) != found[0][0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_infinitely_fast_drive_is_never_waited_for(seed):
+    with opened(Drive()) as simulated:
+        play(simulated, demands(seed), seed=seed)
+        found = simulated.store.statistics()
+    assert found.exposed_wait_ns == 0
+    assert found.num_misses > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_slot_less_never_has_fewer_misses(seed):
+    """LRU is a stack: what is resident with n slots is so with n + 1. It holds as no demand is split."""
+    misses = []
+    for slots in range(4, EXPERTS + 1):
+        with opened(slots=slots) as simulated:
+            play(simulated, demands(seed))
+            misses.append(simulated.store.statistics().num_misses)
+    assert misses == sorted(misses, reverse=True)
+    assert misses[0] > misses[-1]
+
+
+def stepped(wanted, slots):
+    """Return what the same store does with real bytes, its reads stepped one by one."""
+    layouts = plain_layouts(dict.fromkeys(range(LAYERS), EXPERTS), 8)
+    reader = StepReader(num_readers=SLOW.num_readers)
+    memory = DictMemory(dict.fromkeys(layouts, (8,)))
+    source = MemorySource([bytes(8 * EXPERTS)])
+    with ExpertStore(layouts, source, memory, slots=dict.fromkeys(layouts, slots), reader=reader) as store:
+        for layer, experts in wanted:
+            request = store.request(layer, experts)
+            reader.run()
+            request.wait().release()
+        return store.statistics()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hits_and_misses_are_those_of_the_store(seed):
+    wanted = demands(seed)
+    with opened() as simulated:
+        play(simulated, wanted)
+        found = simulated.store.statistics()
+    real = stepped(wanted, 6)
+    for layer, other in zip(found.layers, real.layers, strict=True):
+        ours = (layer.num_demands, layer.num_hits, layer.num_joined, layer.num_misses, layer.num_evictions)
+        assert ours == (
+            other.num_demands, other.num_hits, other.num_joined, other.num_misses, other.num_evictions
+        )  # fmt: skip
+    assert 0 < found.num_hits < found.num_demands
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_readers_and_a_faster_drive_never_make_exact_demand_wait_longer(seed):
+    waits = []
+    for readers, rate in ((1, 5e5), (1, 1e6), (2, 1e6), (4, 1e6), (4, 4e6)):
+        with opened(Drive(rate, latency_ns=400_000, num_readers=readers)) as simulated:
+            play(simulated, demands(seed))
+            waits.append(simulated.store.statistics().exposed_wait_ns)
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > waits[-1]
+
+
+def test_a_wait_may_be_given_up():
+    with opened() as simulated:
+        request = simulated.store.request(0, [1])
+        began_ns = simulated.clock()
+        with pytest.raises(StoreError, match="not there after"):
+            request.wait(0.0005)
+        assert simulated.clock() - began_ns == 500_000
+        request.wait().release()
+        assert simulated.clock() - began_ns == 20_000 + MS + 30_000 + 20_000
+
+
+def test_a_lost_wake_up_is_said_and_does_not_hang(monkeypatch):
+    monkeypatch.setattr(VirtualReader, "wake", lambda self, num_jobs: None)
+    with opened() as simulated, pytest.raises(WorkerDied, match="nobody reads"):
+        simulated.store.acquire(0, [1])
+
+
+def test_a_clock_that_would_go_back_is_seen(monkeypatch):
+    """The planted fault: a drive that is ready before it began."""
+    monkeypatch.setattr(VirtualReader, "_ready_ns", lambda self, ticket: self._clock.now_ns - 1)
+    with opened() as simulated:
+        with pytest.raises(AssertionError, match="go back"):
+            simulated.store.acquire(0, [1])
+        monkeypatch.undo()
+
+
+def test_what_no_drive_is_is_refused():
+    for wrong in ({"bytes_per_s": 0.0}, {"bytes_per_s": float("nan")}, {"bytes_per_s": -1.0}):
+        with pytest.raises(StoreError, match="No drive gives"):
+            Drive(**wrong)
+    for name in ("latency_ns", "overhead_ns", "wake_ns"):
+        with pytest.raises(StoreError, match=f"{name} is negative: -1"):
+            Drive(**{name: -1})
+    with pytest.raises(StoreError, match="num_readers is below one: 0"):
+        Drive(num_readers=0)
+    with opened() as simulated, pytest.raises(StoreError, match="takes -1 ns"):
+        simulated.compute(-1)
+    with pytest.raises(CheckpointCorrupt):
+        plain_layouts({0: 4}, 3, reads_per_record=4)
