@@ -1,0 +1,82 @@
+"""One model for every peer, exact in each of their formats. Entry point: `build`.
+
+    python -m bench.studies.peers.checkpoint large OUT --layout mlx
+
+Real widths, so real records; codes on a grid whose points bfloat16, MLX's affine 4 bits and GGUF's Q4_0 all
+hold exactly (`bench.synth.values`). Scales are stored as float32, because every MLX engine computes in
+float32 on a CPU: none has to widen them. `large` has the released number of experts and gives the figures;
+`small` is short of experts, so that the Hugging Face reference holds it in float32. A smallest vision tower
+is there because mlx-vlm will not load without one.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from bench.synth.layouts import quantization_config, stored_tensors
+from bench.synth.presets import PRESETS, Layout, Preset, text_config, whole_config
+from bench.synth.tensors import text_tensors, vision_tensors
+from bench.synth.tokenizer import write_tokenizer
+from bench.synth.writer import split_files, write_checkpoint
+
+SIZES: Final = {
+    "large": {"num_experts": 512, "vocab_size": 16384},
+    "small": {"num_experts": 64, "vocab_size": 8192},
+    "tiny": {**PRESETS["small"].overrides},
+}
+"""What each size changes of the synthetic `medium` preset."""
+
+_VISION: Final = {
+    "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+def preset_of(size: str, layout: Layout) -> Preset:
+    """Return what to write."""
+    medium = PRESETS["medium"]
+    overrides = {**medium.overrides, **SIZES[size]}
+    floats = "F32" if layout == "mlx" else "BF16"
+    return dataclasses.replace(medium, layout=layout, overrides=overrides, float_dtype=floats)
+
+
+def build(size: str, layout: Layout, directory: Path) -> Path:
+    """Write one size in one layout; return its directory. A size is the same model in every layout."""
+    preset = preset_of(size, layout)
+    text = text_config(preset)
+    vision = {**_VISION, "out_hidden_size": text["hidden_size"]}
+    tensors = [*text_tensors(text, mtp=False), *vision_tensors(vision)]
+    quantization = quantization_config(tensors, preset) if layout == "mlx" else None
+    config: dict[str, Any] = whole_config(preset, text, quantization)
+    config["language_model_only"] = False
+    config["vision_config"] = {**vision, "model_type": "qwen4_exp_vision"}
+    if layout == "mlx":
+        config["vision_config"] |= {"model_type": "qwen4_exp", "deepstack_visual_indexes": []}
+    write_checkpoint(
+        directory,
+        split_files(list(stored_tensors(tensors, preset, 0)), preset.split),
+        config,
+        sparse=False,
+        metadata_format="mlx" if layout == "mlx" else "pt",
+    )
+    write_tokenizer(directory, text["vocab_size"])
+    return directory
+
+
+def main() -> None:
+    """Write one checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layout", choices=("mlx", "hf"), default="mlx")
+    options = parser.parse_args()
+    directory = build(options.size, options.layout, options.out)
+    total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    print(json.dumps({"directory": directory.name, "bytes": total}))
+
+
+if __name__ == "__main__":
+    main()

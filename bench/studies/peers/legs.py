@@ -1,0 +1,128 @@
+"""What is compared: who runs in which leg, under which cap, with which budget. Entry: `LEGS`, `wish_of`.
+
+A leg is a set of engines that do the same work under the same conditions. The cap is a share of the
+checkpoint's bytes, of the whole process and of what the kernel caches for it. flashnext is given the cap as
+its memory target, less `MARGIN_BYTES`; mlx-vlm, whose setting is that of its expert cache alone, the cap
+less what its process takes besides, found by trying what it survives.
+"""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+MARGIN_BYTES: Final = 64 << 20
+PEER_OVERHEAD_BYTES: Final = 1_300_000_000
+"""What mlx-vlm's process takes besides its expert cache: the least, in steps of 100 MB, that survives the
+caps."""
+SLOW_BYTES_PER_S: Final = 60_000_000
+FIRST_PROMPT, FIRST_TOKENS = 8, 4
+NEXT_PROMPT, NEXT_TOKENS = 16, 17
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Who runs, and how.
+
+    Attributes:
+        name: what tables call it.
+        engine: a name in `engines.ENGINES`.
+        form: which form of the checkpoint it opens.
+        options: of its own.
+    """
+
+    name: str
+    engine: str
+    form: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is this project."""
+        return self.engine == "flashnext"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Conditions and contenders.
+
+    Attributes:
+        share: of the checkpoint's bytes that the process may take; None: as much as it likes.
+        bytes_per_s: of the drive while `next` is decoded; None: as fast as it is.
+        contenders: who runs.
+    """
+
+    share: float | None
+    bytes_per_s: int | None
+    contenders: tuple[Contender, ...]
+
+
+_OURS = Contender("flashnext", "flashnext", "mlx")
+_HINTED = Contender("flashnext, near-gate hints", "flashnext", "mlx", {"hints": "near-gate"})
+_PEER = Contender("mlx-vlm moe_offload", "mlx-vlm", "off")
+LEGS: Final = {
+    "resident": Leg(None, None, (_OURS, Contender("mlx-vlm", "mlx-vlm", "mlx"))),
+    "half": Leg(0.5, None, (_OURS, _PEER)),
+    "two fifths": Leg(0.4, None, (_OURS, _PEER)),
+    "slow drive": Leg(0.5, SLOW_BYTES_PER_S, (_OURS, _HINTED, _PEER)),
+    "reference": Leg(
+        None,
+        None,
+        (
+            _OURS,
+            Contender("mlx-vlm", "mlx-vlm", "mlx"),
+            Contender("transformers, float32", "transformers", "hf"),
+            Contender("llama.cpp", "llama.cpp", "gguf"),
+        ),
+    ),
+}
+"""The first four are run on `large`, the last on `small`."""
+FORMS: Final = {"mlx": "mlx", "off": "off", "hf": "hf", "gguf": "bf16.gguf"}
+"""How the names of the forms of a checkpoint end."""
+
+
+def prompt_ids(vocab_size: int, length: int, salt: str) -> list[int]:
+    """Return ordinary ids; the same for every engine, others in every repetition."""
+    rng = random.Random(f"peers {salt}")
+    return [rng.randrange(8, vocab_size) for _ in range(length)]
+
+
+def budget_of(leg: Leg, one: Contender, checkpoint_bytes: int) -> int | None:
+    """Return what a contender is told that it may use; None: as much as it likes.
+
+    Raises:
+        SystemExit: the cap leaves a peer nothing.
+    """
+    if leg.share is None:
+        return None
+    cap = int(leg.share * checkpoint_bytes)
+    budget = cap - (MARGIN_BYTES if one.is_ours else PEER_OVERHEAD_BYTES)
+    if budget <= 0:
+        raise SystemExit(f"a cap of {cap} bytes leaves {one.name} nothing: take a larger checkpoint")
+    return budget
+
+
+def wish_of(
+    leg: Leg, one: Contender, model: Path, text: dict[str, Any], checkpoint_bytes: int, repetition: int
+) -> dict[str, Any]:
+    """Return what `answer.py` is to do.
+
+    Args:
+        leg: the conditions.
+        one: who.
+        model: its form of the checkpoint.
+        text: the text config.
+        checkpoint_bytes: of the MLX form, in the same for all.
+        repetition: its number.
+    """
+    vocab = text["vocab_size"]
+    return {
+        "engine": one.engine,
+        "model": str(model),
+        "budget_bytes": budget_of(leg, one, checkpoint_bytes),
+        "options": {**one.options, "experts": text["num_experts"]},
+        "first": prompt_ids(vocab, FIRST_PROMPT, f"first {repetition}"),
+        "first_tokens": FIRST_TOKENS,
+        "next": prompt_ids(vocab, NEXT_PROMPT, f"next {repetition}"),
+        "next_tokens": NEXT_TOKENS,
+    }

@@ -1,0 +1,162 @@
+"""Tables and bars from the runs of a comparison. Entry points: `table`, `judge`.
+
+Medians over repetitions; a ratio is formed within a repetition, and its median is shown with the least and
+the greatest. Where tokens differ from the first contender's, the row says so and from which place on.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from bench.studies.peers.legs import LEGS, NEXT_PROMPT
+
+Run = dict[str, Any]
+
+OURS: Final = "flashnext"
+PEERS: Final = {"resident": "mlx-vlm", "half": "mlx-vlm moe_offload", "two fifths": "mlx-vlm moe_offload",
+                "slow drive": "mlx-vlm moe_offload"}  # fmt: skip
+BARS: Final = (
+    ("resident", "decode", 1.1), ("half", "decode", 1.4), ("two fifths", "decode", 1.4),
+    ("half", "prefill", 1.2), ("two fifths", "prefill", 1.2), ("slow drive", "decode", 2.0),
+)  # fmt: skip
+"""Leg, figure, and how many times the peer's it is to be."""
+OF_RESIDENT: Final = 0.95
+
+
+def decode_rate(run: Run) -> float:
+    """Return tokens a second of the second answer."""
+    return len(run["next"]["steps"]) / run["next"]["decode_s"]
+
+
+def first_decode_rate(run: Run) -> float:
+    """Return tokens a second of the first answer, which found nothing in memory."""
+    return len(run["first"]["steps"]) / run["first"]["decode_s"]
+
+
+def prefill_rate(run: Run) -> float:
+    """Return prompt tokens a second of the second answer."""
+    return NEXT_PROMPT / run["next"]["prefill_s"]
+
+
+def token_bytes(run: Run) -> float:
+    """Return the bytes from the drive for a token of the second answer."""
+    return run["next"]["decode_bytes"] / len(run["next"]["steps"])
+
+
+def startup_s(run: Run) -> float:
+    """Return the seconds from the call to load until the first token of the first answer."""
+    return run["load_s"] + run["first"]["prefill_s"]
+
+
+FIGURES: Final[dict[str, Callable[[Run], float]]] = {
+    "decode": decode_rate, "prefill": prefill_rate, "bytes": token_bytes, "startup": startup_s,
+    "first decode": first_decode_rate,
+}  # fmt: skip
+
+
+def of(runs: Sequence[Run], leg: str, name: str) -> dict[int, Run]:
+    """Return a contender's runs in a leg, by repetition."""
+    return {run["repetition"]: run for run in runs if (run["leg"], run["name"]) == (leg, name)}
+
+
+def ratio(over: dict[int, Run], under: dict[int, Run], figure: str) -> tuple[float, float, float] | None:
+    """Return median, least and greatest of a figure's ratio over the repetitions that both have."""
+    both = sorted(over.keys() & under.keys())
+    each = [FIGURES[figure](over[number]) / FIGURES[figure](under[number]) for number in both]
+    return (statistics.median(each), min(each), max(each)) if each else None
+
+
+def agreement(one: dict[int, Run], other: dict[int, Run]) -> str:
+    """Return in words whether two contenders said the same tokens."""
+    count = 0
+    for number in sorted(one.keys() & other.keys()):
+        for answer in ("first", "next"):
+            pairs = zip(one[number][answer]["tokens"], other[number][answer]["tokens"], strict=True)
+            for place, (left, right) in enumerate(pairs):
+                if left != right:
+                    return f"part in repetition {number}, {answer}, token {place}"
+                count += 1
+    return f"all {count} equal" if count else "-"
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return every leg as a markdown table, then the bars."""
+    lines = []
+    for leg, conditions in LEGS.items():
+        ours = of(runs, leg, OURS)
+        rows = [_row(of(runs, leg, one.name), one.name, ours) for one in conditions.contenders]
+        if not any(rows):
+            continue
+        any_run = next(run for run in runs if run["leg"] == leg)
+        lines += [
+            "",
+            f"**{leg}**: {_conditions(any_run)}",
+            "",
+            _HEAD,
+            "|" + " --- |" * _HEAD.count(" | ") + " --- |",
+        ]
+        lines += [row for row in rows if row]
+    lines += ["", "| bar | asked | found | |", "| --- | --- | --- | --- |"]
+    lines += [f"| {name} | {asked} | {found} | {verdict} |" for name, asked, found, verdict in _bars(runs)]
+    return "\n".join(lines[1:])
+
+
+_HEAD: Final = (
+    "| engine | runs | decode tok/s | first answer tok/s | MB/token | prefill tok/s | start to first token s "
+    "| CPU s/token | peak GB | decode, flashnext over it | tokens against flashnext |"
+)
+
+
+def _row(its: dict[int, Run], name: str, ours: dict[int, Run]) -> str:
+    if not its:
+        return ""
+    middle = {key: statistics.median(map(figure, its.values())) for key, figure in FIGURES.items()}
+    cpu = statistics.median(run["next"]["decode_cpu_s"] / len(run["next"]["steps"]) for run in its.values())
+    peak = statistics.median(run["box_peak_bytes"] for run in its.values()) / 1e9
+    over = ratio(ours, its, "decode")
+    said = "-" if over is None or name == OURS else _ratio(over)
+    cells = (
+        name, len(its), f"{middle['decode']:.3f}", f"{middle['first decode']:.3f}",
+        f"{middle['bytes'] / 1e6:.1f}", f"{middle['prefill']:.2f}", f"{middle['startup']:.1f}", f"{cpu:.2f}",
+        f"{peak:.2f}", said, "-" if name == OURS else agreement(ours, its),
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _conditions(run: Run) -> str:
+    size = f"checkpoint {run['checkpoint_bytes'] / 1e9:.2f} GB"
+    cap = "no cap" if run["cap_bytes"] is None else f"cap {run['cap_bytes'] / 1e9:.2f} GB"
+    drive = "" if not run["bytes_per_s"] else f", drive at {run['bytes_per_s'] / 1e6:.0f} MB/s while decoding"
+    return f"{size}, {cap}{drive}"
+
+
+def _ratio(found: tuple[float, float, float]) -> str:
+    return f"{found[0]:.2f} [{found[1]:.2f} to {found[2]:.2f}]"
+
+
+def _bars(runs: Sequence[Run]) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for leg, figure, least in BARS:
+        found = ratio(of(runs, leg, OURS), of(runs, leg, PEERS[leg]), figure)
+        if found is not None:
+            met = "met" if found[0] >= least else "**missed**"
+            rows.append((f"{leg}: {figure} over {PEERS[leg]}", f">= {least}", _ratio(found), met))
+    for leg in ("half", "two fifths"):
+        ours = of(runs, leg, OURS)
+        found = ratio(ours, of(runs, "resident", OURS), "decode")
+        if found is not None:
+            met = "met" if found[0] >= OF_RESIDENT else "**missed**"
+            rows.append((f"{leg}: decode over our own resident", f">= {OF_RESIDENT}", _ratio(found), met))
+        peer = of(runs, leg, PEERS[leg])
+        if ours and peer:
+            few, many = (statistics.median(map(token_bytes, its.values())) for its in (ours, peer))
+            met = "met" if few < many else "**missed**"
+            rows.append((f"{leg}: MB a token", "fewer", f"{few / 1e6:.1f} against {many / 1e6:.1f}", met))
+    return rows
+
+
+def judge(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the bars as plain values."""
+    rows = _bars(runs)
+    return {"runs": len(runs), "bars": [{"bar": name, "asked": asked, "found": found, "met": verdict == "met"}
+            for name, asked, found, verdict in rows]}  # fmt: skip
