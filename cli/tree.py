@@ -10,7 +10,7 @@ import typer
 
 from cli.command import CommandGroup, CommandPage, command
 from cli.commands import draft as drafts
-from cli.commands import draft_routes
+from cli.commands import draft_routes, trace_simulate
 from cli.commands import trace as traces
 from cli.commands.bench import bench
 from cli.commands.chat import chat
@@ -90,6 +90,7 @@ TRACE_EXAMPLES = """\
 Examples:
   flashnext trace record -o answer.trace --draft lookup --logits "Copy this: a b c a b"
   flashnext trace replay answer.trace
+  flashnext trace simulate answer.trace --machine laptop.toml --budgets 25%,50% --hints off,oracle
 """
 
 DRAFT_EXAMPLES = """\
@@ -129,7 +130,7 @@ app.command("doctor", cls=CommandPage, epilog=DOCTOR_EXAMPLES)(command(doctor))
 trace = typer.Typer(
     name="trace",
     cls=CommandGroup,
-    help="Write down what was proposed and verified; show, check and replay it.",
+    help="Write down what was proposed and verified; show, check, replay it, and play it elsewhere.",
     epilog=TRACE_EXAMPLES,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -139,6 +140,7 @@ for name, work in (
     ("show", traces.show),
     ("verify", traces.verify),
     ("replay", traces.replay),
+    ("simulate", trace_simulate.simulate),
 ):
     trace.command(name, cls=CommandPage)(command(work))
 app.add_typer(trace)

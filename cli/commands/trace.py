@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.recording import TraceSettings
 
-_Trace = Annotated[str, typer.Argument(metavar="TRACE", help="A file that `trace record` wrote.")]
+TraceFile = Annotated[str, typer.Argument(metavar="TRACE", help="A file that `trace record` wrote.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 _Against = Annotated[
     str | None,
@@ -55,8 +55,10 @@ def record(
         ),
     ] = None,
     hints: Annotated[
-        Literal["off", "frequency", "previous", "random", "near-gate"],
-        typer.Option("--hints", help="Who guesses which experts to read ahead."),
+        Literal["off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both"],
+        typer.Option(
+            "--hints", metavar="SOURCE", help="Who guesses which experts to read ahead, as for run."
+        ),
     ] = "off",
     hidden: Annotated[
         Literal["digest", "payload"],
@@ -89,6 +91,8 @@ def record(
                 lambda source: source,
             )
             console.end_progress()
+            for notice in engine.notices:
+                console.note(f"note: {notice}")
             with closing(engine):
                 from mlx_flashnext.engine.recording import Recorder
 
@@ -120,7 +124,7 @@ def record(
     return INTERRUPTED if answer.finish_reason == "cancelled" else OK
 
 
-def show(console: Console, trace: _Trace, json: _Json = False) -> int:
+def show(console: Console, trace: TraceFile, json: _Json = False) -> int:
     """Show a trace: what it is of, and its cycles.
 
     Token ids are shown, as private as the text; text is not: nothing is decoded.
@@ -132,7 +136,7 @@ def show(console: Console, trace: _Trace, json: _Json = False) -> int:
     facts: list[str] = []
     rows: list[tuple[str, ...]] = []
     num_cycles = 0
-    with _opened(trace) as stream:
+    with opened_trace(trace) as stream:
         for line in checked_lines(stream):  # logits and hidden rows of a line go before the next one comes
             if json and not isinstance(line, PromptPiece):
                 documents.append(_plain(line))
@@ -165,7 +169,7 @@ def show(console: Console, trace: _Trace, json: _Json = False) -> int:
 
 
 def verify(
-    context: typer.Context, console: Console, trace: _Trace, model: _Against = None, json: _Json = False
+    context: typer.Context, console: Console, trace: TraceFile, model: _Against = None, json: _Json = False
 ) -> int:
     """Check a trace: every line, every digest, and whether the lines agree with each other.
 
@@ -175,8 +179,8 @@ def verify(
     from drafter.record_check import checked_lines
 
     num_answers = num_cycles = 0
-    with _opened(trace) as stream:
-        for line in checked_lines(stream, _identity(context.obj, model)):
+    with opened_trace(trace) as stream:
+        for line in checked_lines(stream, identity_of(context.obj, model)):
             num_answers += isinstance(line, Answer)
             num_cycles += isinstance(line, Cycle)
     if json:
@@ -187,7 +191,7 @@ def verify(
 
 
 def replay(
-    context: typer.Context, console: Console, trace: _Trace, model: _Against = None, json: _Json = False
+    context: typer.Context, console: Console, trace: TraceFile, model: _Against = None, json: _Json = False
 ) -> int:
     """Run the recorded cycles again on the recorded logits, without a model.
 
@@ -197,8 +201,8 @@ def replay(
     """
     from mlx_flashnext.engine.replay import replay_trace
 
-    with _opened(trace) as stream:
-        outcome = replay_trace(stream, _identity(context.obj, model))
+    with opened_trace(trace) as stream:
+        outcome = replay_trace(stream, identity_of(context.obj, model))
     if json:
         console.document(as_json_value(asdict(outcome)))
         return OK
@@ -271,7 +275,7 @@ class _NewFile:
 
 
 @contextmanager
-def _opened(name: str) -> Generator[BinaryIO]:
+def opened_trace(name: str) -> Generator[BinaryIO]:
     """Open a trace; what it is refused for becomes an error of the command."""
     from drafter.record import TraceForeign, TraceNotReplayable, TraceRefused, open_trace
 
@@ -324,7 +328,12 @@ def _settings(
     )
 
 
-def _identity(services: Services, model: str | None) -> "Identity":
+def identity_of(services: Services, model: str | None) -> "Identity":
+    """Return what a trace must be of: a model's, or anything.
+
+    Raises:
+        CommandError: there is no such model here, or it does not open.
+    """
     from drafter.record_check import Identity
 
     if model is None:

@@ -145,6 +145,8 @@ class RecordedGuesses(Previous):
 class Simulation:
     """One store with its slots, from cold, and whatever is played into it.
 
+    Layers with a slot for every expert are read before anything is played, as an engine does.
+
     Args:
         layouts: where the records of each layer lie; their number and sizes matter.
         machine: what reads and computes.
@@ -183,6 +185,9 @@ class Simulation:
             limits=limits_of(slots, top_k * widest),
         )
         self.store = self._simulated.store
+        for layer, layout in layouts.items():
+            if slots[layer] >= layout.num_experts:  # as an engine that streams nothing of a layer
+                self.store.preload(layer)
         self._held: list[Lease] = []
         self._generation = 0
         self._hints = Hints(None, self._num_layers)

@@ -107,7 +107,7 @@ def test_the_clock_never_goes_back_and_the_bytes_add_up(seed):
     issued = sum(books.num for books in found.classes.values())
     assert issued == sum(count.num for count in found.fates.values()) + found.num_unused
     # At no moment was the drive faster than it is.
-    assert found.physical_bytes / SLOW.bytes_per_s * 1e9 <= times[-1] + RECORD * 1000 * 2
+    assert found.physical_bytes / 1e6 * 1e9 <= times[-1] + RECORD * 1000 * 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -209,9 +209,9 @@ def test_a_clock_that_would_go_back_is_seen(monkeypatch):
 
 
 def test_what_no_drive_is_is_refused():
-    for wrong in ({"bytes_per_s": 0.0}, {"bytes_per_s": float("nan")}, {"bytes_per_s": -1.0}):
+    for wrong in (0.0, float("nan"), -1.0):
         with pytest.raises(StoreError, match="No drive gives"):
-            Drive(**wrong)
+            Drive(wrong)
     for name in ("latency_ns", "overhead_ns", "wake_ns"):
         with pytest.raises(StoreError, match=f"{name} is negative: -1"):
             Drive(**{name: -1})
