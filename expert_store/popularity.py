@@ -14,9 +14,7 @@ speculative hints.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -27,6 +25,7 @@ import msgspec
 
 from expert_store.errors import StoreError
 from expert_store.keys import Prefetch, ReadClass
+from expert_store.published import publish
 
 FORMAT = "flashnext-popularity"
 VERSION = 1
@@ -153,19 +152,9 @@ def save_popularity(path: Path, popularity: Popularity, *, model_digest: str) ->
         for experts in [[expert for expert in popularity.ranked(layer) if counts[expert] >= _COUNT_MIN]]
     ]
     data = msgspec.json.encode(_Document(FORMAT, VERSION, model_digest, layers))
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(path)
+        publish(path, data)
     except OSError as error:
-        with contextlib.suppress(
-            OSError
-        ):  # nothing can be written there, so nothing can be left there either
-            beside.unlink(missing_ok=True)
         raise _unusable(path, f"it cannot be written: {error.strerror}") from error
 
 

@@ -32,6 +32,7 @@ from mlx_flashnext.engine.generate import Limits, generate
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.laps import NO_LAPS, Laps
+from mlx_flashnext.engine.learned import NOTHING_LEARNED
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.mtp_view import open_mtp_view
@@ -66,8 +67,7 @@ class Engine:
         notices: lines that the person should read once, such as a draft's licence.
         mirror: the second copy of the experts, if there is one.
         routes: trained hints that fit model and draft.
-        cycle_costs: what cycles of the last answer cost by width, from `Governor.costs`; where the next
-            session's governor begins.
+        warm: what the run inherited from the last one, and what its governors have measured since.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class Engine:
         self.plan = plan
         self.target = target
         self.notices = notices
-        self.cycle_costs: tuple[float, ...] = ()
         self._new_drafter = new_drafter
         self.warm = warm
         self.routes = routes
@@ -148,7 +147,8 @@ class Engine:
             weights.check_all_used()
             notices = own.notices if own is not None and plan.draft == "dflash2" else ()
             notices = (*notices, *loaded.notices, *opened.notices)
-            warm = open_warm_start(checkpoint, plan, target.store, warm_directory)
+            digest = own.verdict.digest if own is not None and plan.draft == "dflash2" else ""
+            warm = open_warm_start(checkpoint, plan, machine, target.store, digest, warm_directory)
             resources.callback(warm.save)
             warm.begin()
             kept = resources.pop_all()
@@ -347,9 +347,8 @@ class Session:
         self._laps = laps
         self._drafter = drafter
         self._hints = hints
-        self._governor = Governor(
-            engine.plan.num_draft_tokens, is_guarded=is_guarded, costs=engine.cycle_costs
-        )
+        earlier = engine.warm.learned if drafter is None else NOTHING_LEARNED
+        self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded, earlier=earlier)
         self._timeline: Timeline | None = None
 
     @property
@@ -439,7 +438,8 @@ class Session:
         finally:
             timeline.rest()
             engine.warm.end()
-            engine.cycle_costs = self._governor.costs()
+            if self._drafter is None:
+                engine.warm.learned = self._governor.learned()
             if self._recorder is not None:
                 self._recorder.end_answer(timeline)
         self._timeline = timeline

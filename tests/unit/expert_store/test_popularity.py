@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("expert_store.popularity.os.fsync", full)
+    monkeypatch.setattr("expert_store.published.os.fsync", full)
     with pytest.raises(PopularityUnusable, match="cannot be written: No space left"):
         save_popularity(path, Popularity({0: (1.0, 1.0, 1.0, 1.0)}), model_digest="d")
     assert load(path) == POPULARITY

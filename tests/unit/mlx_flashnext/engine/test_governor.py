@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from mlx_flashnext.engine.governor import LARGEST_STEPS, WATCHED_CYCLES, Governor
+from mlx_flashnext.engine.learned import Learned
 
 PLAIN_NS = 1_000_000
 
@@ -68,8 +69,8 @@ def test_with_costs_known_the_best_fixed_width_is_met_within_three_percent(table
     """At an acceptance of 0.2 it is up to five: what there is to gain is gone before it is found."""
     cost = TABLES[table]
     fixed = fixed_rates(cost, accept)
-    costs = [cost(width) for width in range(8)]
-    rate = mean_rate(lambda: Governor(7, costs=costs), cost=cost, accept=accept)
+    known = Learned(tuple(cost(width) for width in range(8)), (8.0,) * 8)
+    rate = mean_rate(lambda: Governor(7, earlier=known), cost=cost, accept=accept)
     assert rate < 1.03 * min(fixed)
     assert rate < 1.03 * fixed[0]
     assert max(fixed) > 1.2 * min(fixed), "the control: a wrong width costs far more"
@@ -86,13 +87,13 @@ def test_finding_the_costs_out_takes_little(table: str, accept: float) -> None:
 def test_costs_are_known_as_far_as_they_were_measured_and_wrong_ones_fade() -> None:
     """The first cycle that drafts makes kernels and caches, and counts for nothing."""
     governor = Governor(3)
-    assert governor.costs() == ()
+    assert governor.learned() == Learned()
     for width, cycle_ns in ((0, 100), (1, 900), (1, 150), (2, 210)):
         governor.count(width, 0, 1, cycle_ns)
-    assert governor.costs() == (1.0, 1.5, 2.1)
-    believer = Governor(2, costs=[1.0, 9.0, 9.0])
+    assert governor.learned().costs == (1.0, 1.5, 2.1)
+    believer = Governor(2, earlier=Learned((1.0, 9.0, 9.0), (8.0,) * 3))
     run(believer, 4000, cost=linear(0.1), accept=0.95)
-    assert believer.costs()[2] == pytest.approx(1.2, rel=0.1)
+    assert believer.learned().costs[2] == pytest.approx(1.2, rel=0.1)
 
 
 def linear(slope: float) -> Callable[[int], float]:

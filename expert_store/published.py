@@ -1,0 +1,33 @@
+"""Replacing a small file whole: a reader finds the old one or the new one. Entry: `publish`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a file beside its name, wait for the drive, and rename it.
+
+    Args:
+        path: Its directory is made if it is not there.
+        data: All of it.
+
+    Raises:
+        OSError: It cannot be written (a full disk, no permission); the old file is untouched, and nothing is
+            left beside it.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
+    except OSError:
+        # Where nothing can be written, nothing can be left either.
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
