@@ -91,11 +91,11 @@ class TextSink:
 
     def prefill(self, done: int, total: int) -> None:
         """Show progress if it takes a while."""
-        self._console.progress("reading the prompt", done, total)
+        self._console.progress("reading the prompt", done, total, steady=True)
 
     def waiting(self, waited_s: float, done: int, total: int) -> None:
         """Show that time passes."""
-        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total)
+        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total, now=True)
 
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:  # noqa: ARG002  JSON lines show it
         """Write what is there."""
@@ -135,11 +135,11 @@ class SilentSink:
 
     def prefill(self, done: int, total: int) -> None:
         """Show progress if it takes a while."""
-        self._console.progress("reading the prompt", done, total)
+        self._console.progress("reading the prompt", done, total, steady=True)
 
     def waiting(self, waited_s: float, done: int, total: int) -> None:
         """Show that time passes."""
-        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total)
+        self._console.progress(f"reading the prompt, {waited_s:.0f} s", done, total, now=True)
 
     def piece(self, reasoning: str, answer: str, token_id: int | None) -> None:
         """Keep quiet."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 ErrorForm = Literal["text", "json", "jsonl"]
 PROGRESS_DELAY_S = 1.0
 PROGRESS_INTERVAL_S = 0.1
+# In a pipe progress is whole lines, fewer the longer it takes, but for a prompt, which is always heard of.
+LINE_INTERVAL_S = 2.0
+LINE_SHARE = 0.1
+STEADY_INTERVAL_S = 1.0
 PIPE_WIDTH = 160
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
 # C0 and C1 controls except tab and newline.
@@ -97,7 +101,7 @@ class Console:
         self.err_is_terminal = _is_terminal(sys.stderr)
         self._has_colour = colour and wants_colour(is_terminal=self.err_is_terminal)
         self._out_has_colour = colour and wants_colour(is_terminal=self.out_is_terminal)
-        self._may_progress = progress and not quiet and self.err_is_terminal and wants_progress()
+        self._may_progress = progress and not quiet and wants_progress(is_terminal=self.err_is_terminal)
         self._progress_since: float | None = None
         self._progress_drawn = 0.0
         self._reasoning_tail = ""
@@ -201,24 +205,56 @@ class Console:
             text = textwrap.fill(printable(text), _terminal_width(), break_long_words=False)
         self.line(text)
 
-    def progress(self, label: str, done: int, total: int, *, is_bytes: bool = False) -> None:
-        """Show how far something has come, on a terminal, once it takes longer than a moment."""
+    def progress(
+        self,
+        label: str,
+        done: int,
+        total: int,
+        *,
+        is_bytes: bool = False,
+        steady: bool = False,
+        now: bool = False,
+    ) -> None:
+        """Show how far something has come, once it takes longer than a moment.
+
+        On a terminal one line is drawn again and again; elsewhere lines are written.
+
+        Args:
+            label: what goes on.
+            done: of it.
+            total: of it.
+            is_bytes: show sizes.
+            steady: elsewhere too a line a second, however long it takes.
+            now: elsewhere too a line now: nothing was heard for long.
+        """
         if not self._may_progress:
             return
-        now = time.monotonic()
+        moment = time.monotonic()
         if self._progress_since is None:
-            self._progress_since = now
-        if now - self._progress_since < PROGRESS_DELAY_S or now - self._progress_drawn < PROGRESS_INTERVAL_S:
+            self._progress_since = moment
+        elapsed, silent = (
+            moment - self._progress_since,
+            moment - (self._progress_drawn or self._progress_since),
+        )
+        if self.err_is_terminal:
+            is_due = elapsed >= PROGRESS_DELAY_S and moment - self._progress_drawn >= PROGRESS_INTERVAL_S
+        else:
+            interval = STEADY_INTERVAL_S if steady else max(LINE_INTERVAL_S, LINE_SHARE * elapsed)
+            is_due = now or silent >= interval
+        if not is_due:
             return
-        self._progress_drawn = now
+        self._progress_drawn = moment
         share = f"{100 * done // max(1, total):3d}%"
         of = f"{size(done)} of {size(total)}" if is_bytes else f"{done} of {total}"
-        text = f"{label} {share}  {of}"[: max(8, _terminal_width() - 1)]
-        _write(sys.stderr, f"{_CLEAR}{printable(text)}")
+        text = printable(f"{label} {share}  {of}")
+        if self.err_is_terminal:
+            _write(sys.stderr, f"{_CLEAR}{text[: max(8, _terminal_width() - 1)]}")
+        else:
+            _write(sys.stderr, f"{text}\n")
 
     def end_progress(self) -> None:
         """Remove the progress line, if there is one."""
-        if self._progress_drawn:
+        if self._progress_drawn and self.err_is_terminal:
             _write(sys.stderr, _CLEAR)
         self._progress_since, self._progress_drawn = None, 0.0
 

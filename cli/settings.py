@@ -6,7 +6,7 @@ FLASHNEXT_MEMORY        as --memory
 FLASHNEXT_NO_PROGRESS   as --no-progress
 NO_COLOR                as --no-color
 FORCE_COLOR             colour even in a pipe or a file, unless NO_COLOR is set
-TERM=dumb               no progress lines; no colour, unless FORCE_COLOR is set
+TERM=dumb               no progress at a terminal; no colour, unless FORCE_COLOR is set
 HF_HUB_CACHE, HF_HOME   where the local Hugging Face cache is
 HF_ENDPOINT, HF_TOKEN   where the Hub is, and who asks; HF_HUB_OFFLINE forbids asking
 
@@ -63,9 +63,10 @@ def builds() -> Path:
     return user_cache_path("flashnext") / "builds"
 
 
-def wants_progress(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether progress may be shown at all."""
-    return not environment.get(NO_PROGRESS_VARIABLE) and environment.get("TERM") != "dumb"
+def wants_progress(environment: Mapping[str, str] = os.environ, *, is_terminal: bool = True) -> bool:
+    """Return whether progress may be shown at all: TERM says nothing about a pipe."""
+    is_dumb = is_terminal and environment.get("TERM") == "dumb"
+    return not environment.get(NO_PROGRESS_VARIABLE) and not is_dumb
 
 
 def wants_download_progress(environment: Mapping[str, str] = os.environ) -> bool:

@@ -32,7 +32,7 @@ from drafter.config_reader import read_config
 from drafter.contract import DraftContract, compare_contract, read_contract
 from drafter.documents import DocumentRefused, parse_object
 from drafter.facts import DraftListing, SidecarFacts, TargetFacts
-from drafter.reasons import Reason, Report
+from drafter.reasons import Reason, Report, shown
 
 # SHA-256 over name and digest of every golden file, in name order: what `TargetFacts.parity_digest` must be.
 GOLDEN_DIGEST = "bd2018156d43393ab3e229316c3f1dc8cab58293e74d19968f695b02813d7b54"
@@ -141,7 +141,7 @@ def check_sidecar(sidecar: SidecarFacts, draft_digest: str, target: TargetFacts)
                 f"sidecar {name}",
                 said,
                 found,
-                f"route hints were trained for {name} {said}, this is {found}",
+                f"route hints were trained for {name} {shown(said)}, this is {shown(found)}",
                 consequence="refuse hints",
                 hint="train the sidecar again",
             )

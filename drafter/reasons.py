@@ -76,8 +76,9 @@ class Report:
 
 
 def shown(value: object) -> str:
-    """Return a value for people: one line, bounded."""
-    return one_line(value if isinstance(value, str) else repr(value))
+    """Return a value for people: one line, shorter than a sentence that quotes it."""
+    text = one_line(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def one_line(text: str) -> str:

@@ -20,6 +20,7 @@ from drafter.compat import check_sidecar
 from drafter.documents import DocumentRefused
 from drafter.facts import TargetFacts, TensorFacts
 from drafter.near import NearMap
+from drafter.reasons import shown
 from drafter.route_files import (
     DOCUMENT,
     NEAR_DIRECTORY,
@@ -134,10 +135,9 @@ def find_routes(checkpoint: Checkpoint, hints: str, draft: Path | None, draft_di
         found = replace(found, near=document, near_directory=place, notices=(*found.notices, *why))
     if facts is not None and hints in USES_SIDECAR:
         if draft is None:
-            why = (
-                f"--hints {hints} reads the route sidecar of a draft, and no such draft proposes: it is off",
-            )
-            return replace(found, notices=(*found.notices, *why))
+            said = f"--hints {hints} reads the route sidecar of a draft, and no such draft proposes: "
+            left = "the near map alone guesses" if found.near is not None else "nothing is read ahead"
+            return replace(found, notices=(*found.notices, said + left))
         place = draft / SIDECAR_DIRECTORY
         document, why = _judged(
             place, SidecarDocument, draft_digest, facts, "route sidecar", "flashnext draft train-sidecar"
@@ -156,7 +156,7 @@ def _judged(
         document = read_route_document(read_regular(place / DOCUMENT), kind)
         _check_files(place, document)
     except (DocumentRefused, OSError, StoreError) as error:
-        return None, (f"the {name} cannot be used, so its hints are off: {error}",)
+        return None, (f"the {name} cannot be used, so its hints are off: {shown(error)}",)
     verdict = check_sidecar(document.facts(), draft_digest, facts)
     if verdict.reasons:
         return None, tuple(f"{one.code}: {one.message}; its hints are off" for one in verdict.reasons)
@@ -224,7 +224,7 @@ def load_routes(files: RouteFiles, dtype: mx.Dtype, pad_id: int) -> LoadedRoutes
             arrays = _read(files.sidecar_directory, files.sidecar)
             sidecar = sidecar_of(files.sidecar, arrays, dtype, pad_id)
     except (DocumentRefused, OSError, StoreError) as error:
-        notices = (*notices, f"route hints cannot be loaded, so they are off: {error}")
+        notices = (*notices, f"route hints cannot be loaded, so they are off: {shown(error)}")
     return LoadedRoutes(near, sidecar, notices)
 
 

@@ -37,6 +37,8 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "FLASHNEXT_MODEL", "FLASHNEXT_MEMORY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    # In a pipe progress is lines on stderr, which a slow machine would add to what tests expect there.
+    monkeypatch.setenv("FLASHNEXT_NO_PROGRESS", "1")
 
 
 class Runner:

@@ -1,5 +1,7 @@
 """Numbers, progress and terminals as people see them."""
 
+import itertools
+
 import pytest
 
 from cli import console as console_module
@@ -91,6 +93,11 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(autouse=True)
+def _with_progress(monkeypatch):
+    monkeypatch.delenv("FLASHNEXT_NO_PROGRESS")
+
+
 @pytest.fixture
 def at_terminal(monkeypatch):
     clock = Clock()
@@ -138,13 +145,47 @@ def test_progress_can_be_forbidden(at_terminal, capsys, monkeypatch, forbid):
     assert capsys.readouterr().err == ""
 
 
-def test_no_progress_where_stderr_is_no_terminal(capsys, monkeypatch):
+def test_progress_in_a_pipe_is_whole_lines_and_fewer_the_longer_it_takes(capsys, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(console_module, "time", clock)
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console()
+    began, moments = clock.now, []
+    for done in range(20_000):
+        console.progress("converting", done, 20_000)
+        if said := capsys.readouterr().err:
+            assert said == f"converting {100 * done // 20_000:3d}%  {done} of 20000\n"
+            moments.append(clock.now - began)
+        clock.now += 0.1
+    gaps = [later - earlier for earlier, later in zip([0.0, *moments], moments, strict=False)]
+    assert gaps[0] == pytest.approx(2.0, abs=0.11)
+    assert max(gaps) < 0.12 * moments[-1]
+    assert len(moments) < 80, "half an hour"
+    console.end_progress()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("step", [0.05, 0.3, 0.99, 1.3])
+def test_p80_a_prompt_in_a_pipe_is_heard_of_every_two_seconds_however_long_it_takes(
+    capsys, monkeypatch, step
+):
     clock = Clock()
     monkeypatch.setattr(console_module, "time", clock)
     console = Console()
-    for _ in range(3):
-        console.progress("loading", 1, 2)
-        clock.now += 5
+    began, heard = clock.now, [0.0]
+    while clock.now - began < 900:
+        console.progress("reading the prompt", 1, 2, steady=True)
+        if capsys.readouterr().err:
+            heard.append(clock.now - began)
+        clock.now += step
+    assert max(later - earlier for earlier, later in itertools.pairwise(heard)) <= 2.0
+
+
+@pytest.mark.parametrize("forbid", [{"quiet": True}, {"progress": False}])
+def test_progress_in_a_pipe_can_be_forbidden(capsys, monkeypatch, forbid):
+    Console(**forbid).progress("reading the prompt", 1, 2, now=True)
+    monkeypatch.setenv("FLASHNEXT_NO_PROGRESS", "1")
+    Console().progress("reading the prompt", 1, 2, now=True)
     assert capsys.readouterr().err == ""
 
 

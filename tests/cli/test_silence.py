@@ -1,8 +1,10 @@
 """P80: no silence while a prompt is read, and no exit without a reason."""
 
 import json
+import re
 import signal
 import threading
+import time
 
 import pytest
 
@@ -31,6 +33,26 @@ def test_p80_a_reader_of_lines_hears_of_a_prompt_that_takes_long(spawn):
     assert process.returncode == 130
     assert events[-1]["event"] == "finished"
     assert events[-1]["finish_reason"] == "cancelled"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_p80_a_pipe_without_events_hears_of_a_prompt_that_takes_long(spawn, flags):
+    """stderr of a script or a log file: whole lines, and a reason at the end."""
+    script = Script(["abc<|im_end|>"], hang_in="prefill")
+    process = spawn(script, "run", "hello", *flags, env={"FLASHNEXT_NO_PROGRESS": ""})
+    moments, began = [], time.monotonic()
+    for line in process.stderr:
+        if line.startswith(b"HANGING"):
+            began = time.monotonic()
+        elif line.startswith(b"reading the prompt, "):
+            assert re.fullmatch(rb"reading the prompt, \d+ s +\d+%  \d+ of \d+\n", line), line
+            moments.append(time.monotonic() - began)
+            if len(moments) == 2:
+                process.send_signal(signal.SIGINT)
+                break
+    process.communicate(timeout=60)
+    assert all(later - earlier <= 2.5 for earlier, later in zip([0.0, *moments], moments, strict=False))
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,20 @@ def document(*words: object):
     return json.loads(result.stdout)
 
 
+@pytest.mark.parametrize("hints", ["near-linear", "sidecar", "both"])
+def test_trained_hints_are_recorded_and_replayed(place, hints):
+    """With the demo, which ships its files; at few slots, so that a guess can be of use."""
+    path = place / "demo.trace"
+    drafting = ("--draft", "dflash2", "--hints", hints, "--logits")
+    words = ("Tell me a story.", "--slots", "16", "-c", "256", "--temp", "0", "-m", "10", "--no-think")
+    made = flashnext("trace", "record", "-o", path, *words, *drafting)
+    assert made.exit_code == 0, made.output
+    with path.open("rb") as stream:
+        cycles = [line for line in read_trace(stream) if isinstance(line, Cycle)]
+    assert any(layer.predicted_expert_ids for cycle in cycles for layer in cycle.routes)
+    assert flashnext("trace", "replay", path).exit_code == 0
+
+
 def test_the_help_says_how_private_a_trace_is():
     for command in ("record", "show"):
         assert "as private as the" in " ".join(flashnext("trace", command, "--help").stdout.split())

@@ -24,13 +24,10 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.learned_predictors import Learned
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.route_files import write_routes
+from mlx_flashnext.engine.route_rows import candidate_rows, clean_rows, served_paths, some_anchors
 from mlx_flashnext.engine.route_training import (
     RouteRequest,
-    candidate_rows,
-    clean_rows,
     near_reads,
-    served_paths,
-    some_anchors,
     table_of,
     train_near,
     train_sidecar,
@@ -192,6 +189,26 @@ def test_a_sidecar_that_does_not_fit_disables_hints_and_not_the_drafter(tiny_dir
     assert predictor.num_drafted == 0
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        edited(router_digest="f" * 5000),
+        edited(**{"x" * 5000: 1}),
+        edited(cut="9" * 5000),
+        edited(version="v" * 5000),
+    ],
+)
+def test_a_notice_about_a_hostile_sidecar_is_a_short_line(tiny_dir, draft_dir, tmp_path, change):
+    own = tmp_path / "draft"
+    shutil.copytree(draft_dir, own)
+    change(own / "sidecar")
+    with opened(tiny_dir, own, "sidecar") as engine:
+        said = [notice for notice in engine.notices if "hints are off" in notice]
+    assert len(said) == 1
+    assert len(said[0]) < 350
+    assert said[0].isprintable()
+
+
 def test_a_retrained_draft_has_no_use_for_the_old_ones_sidecar(tiny_dir, draft_dir, tmp_path):
     other = write_draft(tmp_path / "other", tiny_dir, contraction="mean", seed=3)
     shutil.copytree(draft_dir / "sidecar", other / "sidecar")
@@ -202,8 +219,22 @@ def test_a_retrained_draft_has_no_use_for_the_old_ones_sidecar(tiny_dir, draft_d
 
 def test_a_sidecar_without_its_drafter_is_said_to_be_off(tiny_dir):
     with opened(tiny_dir, None, "sidecar") as engine:
-        assert "no such draft proposes" in " ".join(engine.notices)
+        assert "no such draft proposes: nothing is read ahead" in " ".join(engine.notices)
         assert ask(engine, GREEDY)[2] == 0
+
+
+def test_of_both_kinds_the_near_map_guesses_where_no_draft_proposes(tiny_dir, tmp_path):
+    with opened(tiny_dir, None, "both") as engine:
+        assert "no such draft proposes: the near map alone guesses" in " ".join(engine.notices)
+        assert engine.routes.near is not None
+        assert ask(engine, GREEDY)[2] > 0
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_dir, bare)
+    shutil.rmtree(bare / "near")
+    with opened(bare, None, "both") as engine:
+        said = " ".join(engine.notices)
+        assert "there is no near map" in said
+        assert "no such draft proposes: nothing is read ahead" in said
 
 
 # What was trained is what is served.
