@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from drafter.errors import DrafterError
 from drafter.reasons import Report
 from drafter.record import NO_FEATURES, Line, TraceRefused, sealed
 from drafter.record_check import read_trace
+from drafter.route_files import DOCUMENT, NearDocument, SidecarDocument, read_route_document, written
 from drafter.train import captures
 from drafter.train.runs import FORMAT as TRAINING
 from drafter.train.runs import RUN, RunDescription, TrainSettings, read_description
@@ -39,6 +41,10 @@ from expert_store.safetensors_header import decode_header
 from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
 from mlx_flashnext.checkpoint.quantization import Quantization
 from mlx_flashnext.config import ModelConfig, parse_config
+from mlx_flashnext.demo import demo_dir
+from mlx_flashnext.engine.governor import Governor
+from mlx_flashnext.engine.kept_tables import KeptTables, TablesKey
+from mlx_flashnext.engine.learned import Learned
 from mlx_flashnext.engine.replay import replay_trace
 from mlx_flashnext.errors import ModelError
 from mlx_flashnext.text.generation_config import read_generation_defaults
@@ -48,6 +54,7 @@ from tests.tiny.checkpoints import tiny_config
 from tests.tiny.safetensors_io import Stored, write_safetensors
 from tests.unit.drafter.train import sets
 
+COSTS_KEY = TablesKey("d" * 64, "own", "e" * 64, "off", "this machine", 0.5)
 MOST_BYTES = 64 << 20
 MOST_SECONDS = 10.0
 STRETCH = 100
@@ -113,12 +120,15 @@ def formats(place: Path) -> list[Format]:
                read_manifest(path.parent)), (StoreError,), _reseal_pack),
         Format("popularity", [popularity.read_bytes()], _in_file(place / "read.json", _popularity),
                (StoreError,)),
+        Format("draft costs", [_draft_costs(place / "costs.json")], _in_file(place / "read-costs.json",
+               _kept_costs), (DocumentRefused,)),
         Format("chat", [msgspec.json.encode(chat)], _in_file(place / "chat.json", read_transcript),
                (CommandError,)),
         Format("safetensors header", [json.dumps(header).encode()], lambda data: decode_header(data, "x"),
                (StoreError,)),
         *_formats_of_checkpoints(place),
         *_formats_of_training(place),
+        *_formats_of_routes(),
     ]  # fmt: skip
 
 
@@ -138,11 +148,21 @@ def _formats_of_checkpoints(place: Path) -> list[Format]:
     defaults = {"eos_token_id": [1, 2], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.95}
     return [
         Format("safetensors index", [json.dumps(index).encode()],
-               _in_file(shards / INDEX_NAME, lambda path: read_tensor_table(path.parent)), (StoreError,)),
+               _in_file(shards / INDEX_NAME, _tensor_table), (StoreError,)),
         Format("model config", configs, _model_config, (ModelError,)),
         Format("generation config", [json.dumps(defaults).encode()],
                _in_file(place / "generation_config.json", lambda path: read_generation_defaults(path.parent)),
                (ModelError,)),
+    ]  # fmt: skip
+
+
+def _formats_of_routes() -> list[Format]:
+    shipped = {"near map": (demo_dir() / "near", NearDocument)}
+    shipped["route sidecar"] = (demo_dir() / "draft" / "sidecar", SidecarDocument)
+    return [
+        Format(name, [(directory / DOCUMENT).read_bytes()], partial(read_route_document, kind=kind),
+               (DocumentRefused,), rewrite=written)
+        for name, (directory, kind) in shipped.items()
     ]  # fmt: skip
 
 
@@ -365,6 +385,29 @@ def _model_config(data: bytes) -> Any:
 
 def _draft_config(data: bytes) -> Any:
     return read_config(parse_object(data, "config.json"), Report())
+
+
+def _draft_costs(path: Path) -> bytes:
+    KeptTables(path, COSTS_KEY).save(Learned((1.0, 1.5), (8.0, 3.0), (8.0,), (4.5,), 0.5, 12))
+    return path.read_bytes()
+
+
+def _kept_costs(path: Path) -> Learned:
+    tables = KeptTables(path, COSTS_KEY)
+    learned = tables.begin()
+    if tables.note:
+        raise DocumentRefused(tables.note)
+    governor = Governor(4, earlier=learned)
+    governor.count(0, 0, 1, 1000)
+    assert 0 <= governor.width(4) <= 4
+    return learned
+
+
+def _tensor_table(path: Path) -> Any:
+    table, named = read_tensor_table(path.parent), json.loads(path.read_bytes())["weight_map"]
+    missing = named.keys() - table.tensors.keys()
+    assert not missing, f"loaded in part: {missing}"
+    return table
 
 
 def _popularity(path: Path) -> Popularity:

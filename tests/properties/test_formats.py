@@ -14,6 +14,7 @@ NAMES = [
     "draft config",
     "pack manifest",
     "popularity",
+    "draft costs",
     "chat",
     "safetensors header",
     "safetensors index",
@@ -22,6 +23,8 @@ NAMES = [
     "capture manifest",
     "capture index",
     "training run",
+    "near map",
+    "route sidecar",
 ]
 
 
