@@ -142,7 +142,7 @@ def test_one_slot_less_never_has_fewer_misses(seed):
     assert misses[0] > misses[-1]
 
 
-def stepped(wanted, slots):
+def stepped(wanted, slots: int):
     """Return what the same store does with real bytes, its reads stepped one by one."""
     layouts = plain_layouts(dict.fromkeys(range(LAYERS), EXPERTS), 8)
     reader = StepReader(num_readers=SLOW.num_readers)
