@@ -159,11 +159,12 @@ def _formats_of_checkpoints(place: Path) -> list[Format]:
 def _formats_of_routes() -> list[Format]:
     shipped = {"near map": (demo_dir() / "near", NearDocument)}
     shipped["route sidecar"] = (demo_dir() / "draft" / "sidecar", SidecarDocument)
-    return [
-        Format(name, [(directory / DOCUMENT).read_bytes()], partial(read_route_document, kind=kind),
-               (DocumentRefused,), rewrite=written)
-        for name, (directory, kind) in shipped.items()
-    ]  # fmt: skip
+    found = []
+    for name, (directory, kind) in shipped.items():
+        seed = msgspec.json.format((directory / DOCUMENT).read_bytes(), indent=-1)
+        read = partial(read_route_document, kind=kind)
+        found.append(Format(name, [seed], read, (DocumentRefused,), rewrite=written))
+    return found
 
 
 def _formats_of_training(place: Path) -> list[Format]:
@@ -404,8 +405,8 @@ def _kept_costs(path: Path) -> Learned:
 
 
 def _tensor_table(path: Path) -> Any:
-    table, named = read_tensor_table(path.parent), json.loads(path.read_bytes())["weight_map"]
-    missing = named.keys() - table.tensors.keys()
+    table, said = read_tensor_table(path.parent), path.read_bytes().decode(errors="replace")
+    missing = json.loads(said)["weight_map"].keys() - table.tensors.keys()
     assert not missing, f"loaded in part: {missing}"
     return table
 
