@@ -37,8 +37,8 @@ from expert_store.simulate import Drive
 from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.regular_file import read_regular
 
-FORMAT: Final = "flashnext-machine"
-VERSION: Final = 1
+FORMAT = "flashnext-machine"
+VERSION = 1
 FILE_BYTES_MAX: Final = 1 << 14
 _MOST_DOTS: Final = 600
 """In one line: a number of each layer has one. Python's reader takes quadratic time over a dotted key."""

@@ -15,8 +15,8 @@ from mlx_flashnext.engine.simulated_machine import SimulatedMachine
 from mlx_flashnext.engine.simulated_routes import Answers, has_guesses, in_width, routes_by_position
 from mlx_flashnext.engine.simulation import Played, RecordedGuesses, Simulation, play_answers
 
-FORMAT: Final = "flashnext-simulation"
-VERSION: Final = 1
+FORMAT = "flashnext-simulation"
+VERSION = 1
 SIMULATED_HINTS: Final = ("off", "frequency", "previous", "random", "recorded", "oracle")
 """Who may say what to read ahead. `recorded`: what was said when the trace was recorded, one layer early."""
 AS_RECORDED: Final = 0
