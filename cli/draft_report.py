@@ -69,6 +69,7 @@ def show_draft_report(console: Console, report: "DraftReport") -> None:
         console.line()
     _rates(console, variants)
     _acceptance(console, variants)
+    _break_even(console, variants)
     _phases(console, variants)
     _memory(console, variants)
     for line in condition_lines(report.conditions.to_dict(), variants[0].repetitions):
@@ -133,6 +134,31 @@ def _acceptance(console: Console, variants: "Sequence[VariantReport]") -> None:
             )
             for one in drafted
         ],
+    )
+
+
+def _break_even(console: Console, variants: "Sequence[VariantReport]") -> None:
+    """Show U_B against top_k x tau, where experts are streamed."""
+    rows = [
+        (
+            _label(one),
+            f"{found.unique:.2f}",
+            f"{found.tokens_per_cycle:.2f}",
+            f"{found.plain:.2f}",
+            f"{found.ratio:.2f}",
+            ", ".join(f"{unique:.1f}" for unique in found.unique_by_rows.values()),
+            ", ".join(map(str, found.unique_by_rows)),
+        )
+        for one in variants
+        if (found := one.break_even) is not None
+    ]
+    if not rows:
+        return
+    _table(
+        console,
+        "routed experts: a block saves bytes where U_B, its distinct experts a layer, is below top_k x tau",
+        ("U_B", "tau", "top_k x tau", "U_B / (top_k x tau)", "U by rows", "rows"),
+        rows,
     )
 
 

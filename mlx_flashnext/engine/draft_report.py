@@ -2,6 +2,9 @@
 
 Entry points: `Visit` (one stay in one engine), `VariantReport`, `summarise`. `draft_report_run.py` measures.
 All figures are served: tokens that an answer really had, cycles that really ran (FIELD P43).
+
+Break-even in bytes: a block of B rows asks a layer for U_B distinct experts and commits tau tokens; tau plain
+steps would ask for top_k x tau. So a drafter saves routed bytes if U_B < top_k x tau (METRICS.md).
 """
 
 from __future__ import annotations
@@ -41,6 +44,15 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedCycle:
+    """What one cycle asked the layers for: rows of its block, rows that stayed, distinct experts a layer."""
+
+    num_rows: int
+    num_kept: int
+    unique: float
+
+
+@dataclass(frozen=True, slots=True)
 class Visit:
     """One stay in an engine: all prompts once, then a run with laps.
 
@@ -54,6 +66,7 @@ class Visit:
         failures: of the drafter.
         peak_array_bytes: the most that MLX's arrays took at a time.
         laps: of the run with laps.
+        routed: cycles of the answer that does not count; none where every expert is resident.
     """
 
     prompt_tokens: int
@@ -70,6 +83,7 @@ class Visit:
     failures: int
     peak_array_bytes: int
     laps: tuple[LapsOfCycle, ...]
+    routed: tuple[RoutedCycle, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,6 +115,25 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Whether blocks ask for fewer experts than the plain steps they replace; means over cycles and layers.
+
+    Attributes:
+        unique: U_B, distinct experts of a block in a layer.
+        unique_by_rows: the same for blocks of so many rows.
+        tokens_per_cycle: tau of the same cycles.
+        plain: top_k x tau, what plain decode asks for to say as much.
+        ratio: U_B / (top_k x tau), routed bytes a token against plain decode: below 1 saves some.
+    """
+
+    unique: float
+    unique_by_rows: dict[int, float]
+    tokens_per_cycle: float
+    plain: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class VariantReport:
     """One drafter.
 
@@ -119,6 +152,7 @@ class VariantReport:
         failures: of the drafter, in all.
         budget: what it takes.
         costs: of its phases.
+        break_even: in routed bytes; None where every expert is resident, so that none is routed to a slot.
     """
 
     draft: str
@@ -138,6 +172,7 @@ class VariantReport:
     failures: int
     budget: Budget
     costs: Costs
+    break_even: BreakEven | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain values: bytes, nanoseconds, shares."""
@@ -145,7 +180,12 @@ class VariantReport:
 
 
 def summarise(
-    draft: str, num_draft_tokens: int, budget: Budget, visits: Sequence[Visit], plain: Sequence[Visit]
+    draft: str,
+    num_draft_tokens: int,
+    budget: Budget,
+    visits: Sequence[Visit],
+    plain: Sequence[Visit],
+    top_k: int = 1,
 ) -> VariantReport:
     """Return the report of a drafter.
 
@@ -155,6 +195,7 @@ def summarise(
         budget: what it takes.
         visits: of it, one a repetition.
         plain: those of target-only, of the same repetitions.
+        top_k: experts of a row in a layer.
     """
     rates = [visit.tokens_per_s for visit in visits]
     proposed, cycles = sum(visit.num_proposed for visit in visits), sum(visit.cycles for visit in visits)
@@ -180,7 +221,27 @@ def summarise(
         failures=sum(visit.failures for visit in visits),
         budget=budget,
         costs=costs_of(laps, one_row),
+        break_even=break_even_of([cycle for visit in visits for cycle in visit.routed], top_k),
     )
+
+
+def break_even_of(cycles: Sequence[RoutedCycle], top_k: int) -> BreakEven | None:
+    """Return U_B against top_k x tau; None without cycles.
+
+    Args:
+        cycles: of the blocks that were served, plain steps among them.
+        top_k: experts of a row in a layer.
+    """
+    if not cycles:
+        return None
+    by_rows: dict[int, list[float]] = defaultdict(list)
+    for cycle in cycles:
+        by_rows[cycle.num_rows].append(cycle.unique)
+    unique = statistics.fmean(cycle.unique for cycle in cycles)
+    tokens = statistics.fmean(cycle.num_kept for cycle in cycles)
+    plain = top_k * tokens
+    means = {rows: statistics.fmean(found) for rows, found in sorted(by_rows.items())}
+    return BreakEven(unique, means, tokens, plain, unique / plain)
 
 
 def costs_of(laps: Sequence[LapsOfCycle], one_row_ns: float | None) -> Costs:

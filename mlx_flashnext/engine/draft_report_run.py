@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 from drafter.api import MAX_PROPOSALS, Drafter
@@ -18,16 +19,26 @@ from drafter.oracle import OracleDrafter
 from expert_store.source import ByteSource
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.conditions import Conditions, conditions_of
-from mlx_flashnext.engine.draft_report import FORMAT, VERSION, Budget, VariantReport, Visit, summarise
+from mlx_flashnext.engine.draft_report import (
+    FORMAT,
+    VERSION,
+    Budget,
+    RoutedCycle,
+    VariantReport,
+    Visit,
+    summarise,
+)
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.errors import BudgetTooSmall, IncompatibleDrafter, MissingDrafter
 from mlx_flashnext.engine.events import Finished, Token
+from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.laps import NO_LAPS, Laps, MeasuredLaps
 from mlx_flashnext.engine.machine import Machine, forget_array_peak, peak_array_bytes
 from mlx_flashnext.engine.measure import GREEDY
 from mlx_flashnext.engine.own_draft import find_draft
 from mlx_flashnext.engine.page_cache import CacheState, Prepared, prepare
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
+from mlx_flashnext.engine.routes import Pass, RouteLog
 from mlx_flashnext.engine.ssd_wait_run import DifferentText
 from mlx_flashnext.engine.stats import GenerationStatistics
 
@@ -178,6 +189,7 @@ def measure_drafts(
                 variant.budget,
                 visits[variant.draft],
                 visits[plain.draft],
+                checkpoint.config.num_experts_per_tok,
             )
             for variant in variants
         ),
@@ -245,25 +257,44 @@ def _visit(asked: Asked, variant: _Variant, recorded: Sequence[list[int]]) -> Vi
     with Engine.open(asked.directory, variant.request, wrap_source=asked.wrap_source) as engine:
         texts = list(zip(asked.prompts, recorded, strict=True))
 
-        def answer(prompt: Sequence[int], told: list[int], laps: Laps = NO_LAPS) -> GenerationStatistics:
+        def answer(
+            prompt: Sequence[int], told: list[int], laps: Laps = NO_LAPS, hints: Hints | None = None
+        ) -> GenerationStatistics:
             drafter = None
             if variant.draft == "oracle":
                 drafter = OracleDrafter([*prompt, *told], engine.config.vocab_size)
-            said, figures = _answer(engine, prompt, asked.num_tokens, drafter, laps)
+            said, figures = _answer(engine, prompt, asked.num_tokens, drafter, laps, hints)
             if said != told:
                 raise DifferentText(f"{variant.draft} answered other tokens than plain decode")
             return figures
 
-        answer(*texts[0])
+        log = RouteLog()
+        answer(*texts[0], hints=Hints(None, engine.config.num_hidden_layers, log))
         forget_array_peak()
         figures = [answer(*text) for text in texts]
         peak = peak_array_bytes()
         laps = MeasuredLaps(engine.target.sync)
         answer(*texts[0], laps)
-    return _visited(figures, peak, laps)
+    routed = _routed(log.passes, len(asked.prompts[0]))
+    return _visited(figures, peak, laps, routed)
 
 
-def _visited(figures: Sequence[GenerationStatistics], peak: int, laps: MeasuredLaps) -> Visit:
+def _routed(passes: Sequence[Pass], num_prompt: int) -> list[RoutedCycle]:
+    """Return what the cycles of an answer asked for; nothing where no layer is streamed."""
+    return [
+        RoutedCycle(
+            one.num_rows,
+            one.num_kept,
+            fmean(len({expert for row in rows for expert in row}) for rows in one.routes.values()),
+        )
+        for one in passes
+        if one.position >= num_prompt - 1 and one.num_kept and one.routes
+    ]
+
+
+def _visited(
+    figures: Sequence[GenerationStatistics], peak: int, laps: MeasuredLaps, routed: Sequence[RoutedCycle]
+) -> Visit:
     drafts = [one.draft for one in figures]
     return Visit(
         prompt_tokens=sum(one.prompt_tokens - one.reused_tokens - 1 for one in figures),
@@ -280,6 +311,7 @@ def _visited(figures: Sequence[GenerationStatistics], peak: int, laps: MeasuredL
         failures=sum(one.num_failures for one in drafts),
         peak_array_bytes=peak,
         laps=tuple(laps.cycles),
+        routed=tuple(routed),
     )
 
 
@@ -294,9 +326,10 @@ def _answer(
     num_tokens: int,
     drafter: Drafter | None = None,
     laps: Laps = NO_LAPS,
+    hints: Hints | None = None,
 ) -> tuple[list[int], GenerationStatistics]:
     """Return a greedy answer in a session of its own, and what it cost."""
-    session = engine.session(drafter, is_guarded=False, laps=laps)
+    session = engine.session(drafter, is_guarded=False, hints=hints, laps=laps)
     events = list(session.generate(prompt, GREEDY, max_tokens=num_tokens, stop_ids=engine.tokenizer.eos_ids))
     assert isinstance(events[-1], Finished)
     return [event.token_id for event in events if isinstance(event, Token)], events[-1].statistics

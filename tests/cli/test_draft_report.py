@@ -87,6 +87,23 @@ def test_phases_are_told_apart(document):
     assert oracle["rollback_ns"] is None, "everything is kept"
 
 
+def test_break_even_is_told_from_what_was_routed(document):
+    """U_B < top_k x tau: a plain step asks for its top_k, a block for no more than all its rows do."""
+    plain, own, oracle = (one["break_even"] for one in document["variants"])
+    top_k = 4
+    assert plain == {
+        "unique": top_k, "unique_by_rows": {"1": top_k}, "tokens_per_cycle": 1, "plain": top_k, "ratio": 1,
+    }  # fmt: skip
+    for one in (own, oracle):
+        assert one["plain"] == top_k * one["tokens_per_cycle"]
+        assert one["ratio"] == pytest.approx(one["unique"] / one["plain"])
+        for rows, unique in one["unique_by_rows"].items():
+            assert top_k <= unique <= min(16, top_k * int(rows))
+    assert oracle["tokens_per_cycle"] == 10 / 3
+    assert oracle["ratio"] <= 1, "rows that are all kept share some experts"
+    assert own["ratio"] > 1, "most rows of a draft with random weights are asked for in vain"
+
+
 def test_what_a_draft_takes_is_told_in_experts(document):
     plain, own, oracle = (one["budget"] for one in document["variants"])
     assert (plain["draft_bytes"], plain["slots_lost"]) == (0, 0)
@@ -122,10 +139,17 @@ def test_under_a_memory_target_the_draft_is_paid_in_slots(model, draft):
 
 def test_people_see_the_same_and_what_is_missing_is_said(tmp_path, model):
     """A checkpoint with nothing beside it: what nobody named is left out by name."""
-    words = ("--report", "draft", "-r", "1", "-n", "3", "--prompts", "1")
+    words = ("--report", "draft", "-r", "1", "-n", "3", "--prompts", "1", "--slots", "12")
     result = flashnext("bench", "--model", model, *words)
     assert result.exit_code == 0, result.output
-    for heading in ("what is said", "kept of what is proposed", "phases of a cycle", "experts lost"):
+    headings = (
+        "what is said",
+        "kept of what is proposed",
+        "phases of a cycle",
+        "experts lost",
+        "top_k x tau",
+    )
+    for heading in headings:
         assert heading in result.stdout
     assert "left out: dflash2: No draft there" in result.stdout
     for label in ("target-only", "mtp 2", "lookup 4", "oracle 4"):
@@ -150,8 +174,8 @@ def test_a_drafter_that_was_named_must_be_there(tmp_path, model, draft):
 def test_figures_of_another_text_are_refused(model, monkeypatch):
     honest = draft_report_run._answer
 
-    def altered(engine, prompt, num_tokens, drafter=None, laps=draft_report_run.NO_LAPS):
-        said, figures = honest(engine, prompt, num_tokens, drafter, laps)
+    def altered(engine, prompt, num_tokens, drafter=None, *others):
+        said, figures = honest(engine, prompt, num_tokens, drafter, *others)
         return ([*said[:-1], said[-1] ^ 1] if drafter is not None else said), figures
 
     monkeypatch.setattr(draft_report_run, "_answer", altered)

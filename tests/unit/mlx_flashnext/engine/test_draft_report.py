@@ -5,7 +5,15 @@ import dataclasses
 import mlx.core as mx
 import pytest
 
-from mlx_flashnext.engine.draft_report import Budget, Visit, costs_of, summarise
+from mlx_flashnext.engine.draft_report import (
+    BreakEven,
+    Budget,
+    RoutedCycle,
+    Visit,
+    break_even_of,
+    costs_of,
+    summarise,
+)
 from mlx_flashnext.engine.laps import LapsOfCycle, MeasuredLaps
 from mlx_flashnext.model.host import HostSync
 
@@ -76,6 +84,18 @@ def test_a_cut_is_no_commit_and_a_rare_width_says_nothing():
 def test_without_laps_of_one_row_there_is_no_ratio():
     assert costs_of([lap(3, 3, 150)] * 3, None).verify_ratio is None
     assert costs_of([], 100).observe_ns == 0
+
+
+def test_a_block_breaks_even_where_it_asks_for_top_k_times_what_it_says():
+    """Blocks of 1 and 3 rows: U_B = (10 + 22 + 24) / 3, tau = (1 + 1 + 3) / 3, plain asks for 10 x tau."""
+    cycles = [RoutedCycle(1, 1, 10.0), RoutedCycle(3, 1, 22.0), RoutedCycle(3, 3, 24.0)]
+    found = break_even_of(cycles, 10)
+    assert found == BreakEven(56 / 3, {1: 10.0, 3: 23.0}, 5 / 3, pytest.approx(50 / 3), pytest.approx(1.12))
+    assert break_even_of([RoutedCycle(3, 3, 30.0)], 10).ratio == 1.0, "nothing shared, everything kept"
+    assert break_even_of([], 10) is None
+    report = summarise("own", 2, BUDGET, [visit(routed=tuple(cycles))], [visit()], 10)
+    assert report.break_even == found
+    assert summarise("own", 2, BUDGET, [visit()], [visit()], 10).break_even is None
 
 
 def test_laps_wait_for_what_a_phase_made_and_count_every_wait():
