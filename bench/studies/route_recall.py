@@ -27,7 +27,8 @@ from mlx_flashnext.engine.learned_predictors import averaged
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictor_report import MULTIPLES, Scoring, judge
 from mlx_flashnext.engine.predictor_report_run import Priors
-from mlx_flashnext.engine.route_training import clean_rows, near_reads, some_anchors, table_of
+from mlx_flashnext.engine.route_rows import clean_rows, some_anchors
+from mlx_flashnext.engine.route_training import near_reads, table_of
 
 AHEAD = 2
 

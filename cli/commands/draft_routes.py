@@ -1,6 +1,7 @@
 """`flashnext draft train-near | train-sidecar`: maps that say which experts to read ahead."""
 
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,7 +49,8 @@ def train_near(
 ) -> int:
     """Train the map that guesses a layer's experts two layers early, for --hints near-linear and both.
 
-    It learns from the model's own routes and belongs to the model: no draft is needed.
+    It learns from the model's own routes and belongs to the model: no draft is needed. A run that was stopped
+    goes on with the same command: it keeps its state beside --out until the map is written.
     """
     from drafter.route_files import NEAR_DIRECTORY
     from drafter.train.captures import CaptureSet
@@ -67,9 +69,12 @@ def train_near(
             request,
             NearSettings(num_steps=steps, seed=seed),
             console.progress,
+            kept := kept_state(place),
         )
     console.end_progress()
-    _say(console, place, write_routes(place, document, arrays), document, as_json=json)
+    num_bytes = write_routes(place, document, arrays)
+    rmtree(kept, ignore_errors=True)
+    _say(console, place, num_bytes, document, as_json=json)
     return OK
 
 
@@ -96,7 +101,8 @@ def train_sidecar(
 ) -> int:
     """Train a draft's route sidecar: which experts the rows of a proposal will want, for --hints sidecar.
 
-    It is written into the draft's directory and belongs to this very draft and this very model.
+    It is written into the draft's directory and belongs to this very draft and this very model. A run that
+    was stopped goes on with the same command: it keeps its state there until the sidecar is written.
     """
     from drafter.route_files import SIDECAR_DIRECTORY
     from drafter.train.captures import CaptureSet
@@ -116,11 +122,19 @@ def train_sidecar(
             request,
             SidecarSettings(rank=rank, num_steps=steps, seed=seed),
             console.progress,
+            kept := kept_state(directory / SIDECAR_DIRECTORY),
         )
     console.end_progress()
     place = directory / SIDECAR_DIRECTORY
-    _say(console, place, write_routes(place, document, arrays), document, as_json=json)
+    num_bytes = write_routes(place, document, arrays)
+    rmtree(kept, ignore_errors=True)
+    _say(console, place, num_bytes, document, as_json=json)
     return OK
+
+
+def kept_state(place: Path) -> Path:
+    """Return where a fit keeps itself until its files are written: beside them, under a name of its own."""
+    return place.with_name(f".{place.name}.training")
 
 
 def _engine(

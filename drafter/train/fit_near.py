@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
+from drafter.train.fit_state import SAVE_EVERY, FitState
 from drafter.train.route_losses import Adam, fit_calibration, loss_and_slope, wanted
 from drafter.train.schedule import rate_at
 
@@ -39,6 +40,7 @@ def fit_near(
     num_experts: int,
     settings: NearSettings,
     progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
+    state: FitState | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Train the maps and return their values by stored name, calibrated.
 
@@ -50,9 +52,10 @@ def fit_near(
         num_experts: E.
         settings: how.
         progress: called with (steps done, steps in all, mean loss since the last call).
+        state: goes on from where a killed fit was, and is kept up to date; None keeps nothing.
 
     Raises:
-        DrafterError: a loss is not finite, or no row is left on one of the sides.
+        DrafterError: the state is of another fit, a loss is not finite, or no row is left on a side.
     """
     train, aside = np.flatnonzero(~is_aside), np.flatnonzero(is_aside)
     if not len(train) or not len(aside):
@@ -67,7 +70,8 @@ def fit_near(
     }
     adam, generator = Adam(params, clip=10.0), np.random.default_rng((settings.seed, 4))
     weights, losses = np.ones((num_layers, settings.batch), np.float32), list[float]()
-    for step in range(settings.num_steps):
+    first = 0 if state is None else state.resume(adam, generator)
+    for step in range(first, settings.num_steps):
         chosen = generator.choice(train, settings.batch)
         x = reads_LND[:, chosen].astype(np.float32) / spread[:, None]
         truth = np.ascontiguousarray(wanted(routes_NLK[chosen], num_experts).swapaxes(0, 1))
@@ -86,6 +90,8 @@ def fit_near(
         if (step + 1) % 100 == 0 or step + 1 == settings.num_steps:
             progress(step + 1, settings.num_steps, float(np.mean(losses)))
             losses = []
+        if state is not None and (step + 1) % SAVE_EVERY == 0:
+            state.save(step + 1, adam, generator)
     weight, bias = params["weight"] / spread[:, None], params["bias"]
     found: dict[str, NDArray[np.float32]] = {}
     for place, layer in enumerate(layers):

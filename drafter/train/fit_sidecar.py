@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
 from drafter.sidecar import EPSILON, INPUTS, NUM_BEFORE, RouteHead, SidecarSizes
+from drafter.train.fit_state import SAVE_EVERY, FitState
 from drafter.train.route_losses import Adam, fit_calibration, layer_weights, loss_and_slope, wanted
 from drafter.train.schedule import rate_at
 
@@ -193,6 +194,7 @@ def fit_sidecar(
     table: EmbeddingTable,
     settings: SidecarSettings,
     progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
+    state: FitState | None = None,
 ) -> Values:
     """Train a sidecar and return its values, calibrated.
 
@@ -204,15 +206,17 @@ def fit_sidecar(
         table: embedding rows of the tokens of both.
         settings: how.
         progress: called with (steps done, steps in all, mean loss since the last call).
+        state: goes on from where a killed fit was, and is kept up to date; None keeps nothing.
 
     Raises:
-        DrafterError: a loss is not finite.
+        DrafterError: the state is of another fit, a loss is not finite.
     """
     generator = np.random.default_rng((settings.seed, 3))
     params = initial_sidecar(sizes, settings.seed)
     del params["calibration"]
     adam, losses = Adam(params, settings.clip), list[float]()
-    for step in range(settings.num_steps):
+    first = 0 if state is None else state.resume(adam, generator)
+    for step in range(first, settings.num_steps):
         batch = _batch(rows, survival, sizes, table, settings, generator)
         loss, gradients = loss_and_gradients(params, batch, sizes.top_k)
         if not np.isfinite(loss):
@@ -224,6 +228,8 @@ def fit_sidecar(
         if (step + 1) % 100 == 0 or step + 1 == settings.num_steps:
             progress(step + 1, settings.num_steps, float(np.mean(losses)))
             losses = []
+        if state is not None and (step + 1) % SAVE_EVERY == 0:
+            state.save(step + 1, adam, generator)
     return params | {"calibration": calibrated(params, aside, sizes, table)}
 
 

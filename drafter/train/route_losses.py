@@ -84,27 +84,30 @@ class Adam:
     Args:
         params: changed by every step.
         clip: largest norm.
+
+    Attributes:
+        params, first, second, count: values, moments and steps done; a checkpoint keeps them.
     """
 
     def __init__(self, params: dict[str, NDArray[np.float32]], clip: float = 1.0) -> None:
-        self._params, self._clip, self._count = params, clip, 0
-        self._first = {name: np.zeros_like(value) for name, value in params.items()}
-        self._second = {name: np.zeros_like(value) for name, value in params.items()}
+        self.params, self._clip, self.count = params, clip, 0
+        self.first = {name: np.zeros_like(value) for name, value in params.items()}
+        self.second = {name: np.zeros_like(value) for name, value in params.items()}
 
     def step(self, gradients: dict[str, NDArray[np.float32]], rate: float) -> None:
         """Move the parameters once."""
-        (beta1, beta2), self._count = BETAS, self._count + 1
+        (beta1, beta2), self.count = BETAS, self.count + 1
         norm = float(np.sqrt(sum(float(np.square(value).sum()) for value in gradients.values())))
         factor = np.float32(min(1.0, self._clip / (norm + 1e-6)))
-        size = np.float32(rate / (1 - beta1**self._count))
-        root = np.float32(1 / (1 - beta2**self._count))
+        size = np.float32(rate / (1 - beta1**self.count))
+        root = np.float32(1 / (1 - beta2**self.count))
         for name, value in gradients.items():
-            first, second = self._first[name], self._second[name]
+            first, second = self.first[name], self.second[name]
             first *= beta1
             first += (1 - beta1) * factor * value
             second *= beta2
             second += (1 - beta2) * np.square(factor * value)
-            self._params[name] -= size * first / (np.sqrt(root * second) + EPSILON)
+            self.params[name] -= size * first / (np.sqrt(root * second) + EPSILON)
 
 
 def wanted(routes_NLK: NDArray[np.integer], num_experts: int) -> NDArray[np.float32]:

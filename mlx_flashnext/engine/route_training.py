@@ -14,8 +14,9 @@ Documents of the held-out split are not touched. Every twelfth training document
 
 # Shapes: S tokens, R = S - 1 rows, A anchors, B slots, H hidden, L layers, K experts of a row.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, cast
 
 import mlx.core as mx
@@ -26,23 +27,20 @@ from drafter.errors import DrafterError
 from drafter.near import LAYERS_AHEAD
 from drafter.route_files import Lineage, NearDocument, SidecarDocument
 from drafter.sidecar import SidecarSizes
-from drafter.train.batches import Blocks
-from drafter.train.captures import TRAIN, CapturedDocument, CaptureSet, DocumentInfo
+from drafter.train.captures import TRAIN, CaptureSet, DocumentInfo
 from drafter.train.fit_near import NearSettings, fit_near
 from drafter.train.fit_sidecar import EmbeddingTable, SidecarRows, SidecarSettings, fit_sidecar, joined
-from drafter.train.losses import block_states
+from drafter.train.fit_state import FitState
 from mlx_flashnext.engine.conditions import version_of
-from mlx_flashnext.engine.cycle import CycleFacts, Timeline
 from mlx_flashnext.engine.draft_target import DraftTarget
 from mlx_flashnext.engine.draft_training import LoadedDraft, check_build, check_features
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.prefill import prefill
 from mlx_flashnext.engine.route_files import route_facts
-from mlx_flashnext.engine.routes import RouteLog
-from mlx_flashnext.engine.sampler import Sampler, SamplingParams
+from mlx_flashnext.engine.route_rows import candidate_rows, clean_rows, half, served_paths, some_anchors
+from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 
@@ -51,7 +49,6 @@ NEAR_CUT: Final = 0.2
 SIDECAR_CUT: Final = 0.2
 GUESSES: Final = 3
 """Experts that a near map names of a row, in multiples of those it chooses."""
-_AT_ONCE: Final = 32
 
 Progress = Callable[[str, int, int], None]
 
@@ -116,7 +113,7 @@ def near_reads(engine: Engine, tokens: Sequence[int]) -> dict[int, NDArray[np.fl
         pass
     timeline.rest()
     return {
-        layer: np.concatenate([_half(piece) for piece in pieces]) for layer, pieces in collector.reads.items()
+        layer: np.concatenate([half(piece) for piece in pieces]) for layer, pieces in collector.reads.items()
     }
 
 
@@ -126,6 +123,7 @@ def train_near(
     request: RouteRequest,
     settings: NearSettings,
     progress: Progress = lambda _what, _done, _total: None,
+    state_directory: Path | None = None,
 ) -> tuple[NearDocument, dict[str, NDArray[np.float32]]]:
     """Train a near map on captured documents.
 
@@ -136,10 +134,11 @@ def train_near(
         request: how much.
         settings: how.
         progress: called with (what is done, steps done, steps in all).
+        state_directory: of a state from which a killed fit goes on; None keeps none.
 
     Raises:
         TargetDiffers: the set is of another build.
-        DrafterError: it holds no routes, or too few documents.
+        DrafterError: the state is of another fit, or the set holds no routes, or too few documents.
     """
     check_build(engine, captures.identity.target_digest, "capture set")
     _check_routes(engine, captures)
@@ -167,6 +166,7 @@ def train_near(
     arrays = fit_near(
         stacked, whole, is_aside, layers, config.num_experts, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
+        _state(state_directory, captures, request, settings, ""),
     )  # fmt: skip
     document = NearDocument(
         tensors_digest="",
@@ -198,6 +198,7 @@ def train_sidecar(
     request: RouteRequest,
     settings: SidecarSettings,
     progress: Progress = lambda _what, _done, _total: None,
+    state_directory: Path | None = None,
 ) -> tuple[SidecarDocument, dict[str, NDArray[np.float32]]]:
     """Train the route sidecar of a draft.
 
@@ -208,10 +209,12 @@ def train_sidecar(
         request: how much.
         settings: how.
         progress: called with (what is done, steps done, steps in all).
+        state_directory: of a state from which a killed fit goes on; None keeps none.
 
     Raises:
         TargetDiffers: the set is of another build.
-        DrafterError: it holds no routes, other features, or too few documents.
+        DrafterError: the state is of another fit, or the set holds no routes, other features, or too few
+            documents.
     """
     identity, config = captures.identity, engine.config
     check_build(engine, identity.target_digest, "capture set")
@@ -246,6 +249,7 @@ def train_sidecar(
     arrays = fit_sidecar(
         learnt, calibrating, survival_of(survival), sizes, table, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
+        _state(state_directory, captures, request, settings, draft.verdict.digest),
     )  # fmt: skip
     num_candidates = int(learnt.is_candidate.sum())
     document = SidecarDocument(
@@ -304,153 +308,6 @@ def survival_of(counts: NDArray[np.float64]) -> NDArray[np.float32]:
     return found
 
 
-def some_anchors(document: CapturedDocument, count: int, generator: np.random.Generator) -> list[int]:
-    """Return positions of the answer at which blocks may begin, drawn and ascending."""
-    places = np.arange(max(1, document.num_prompt - 1), len(document.routes))
-    return np.sort(generator.choice(places, min(count, len(places)), replace=False)).tolist()
-
-
-def clean_rows(
-    engine: Engine, draft: LoadedDraft, document: CapturedDocument, number: int, starts: Sequence[int]
-) -> SidecarRows:
-    """Return the rows of blocks of committed text that begin at some positions, block by block."""
-    block = draft.config.block_size
-    tokens = np.concatenate([document.tokens, np.zeros(block, np.int32)])
-    paths = {start: tokens[start : start + block] for start in starts}
-    kept = dict.fromkeys(paths, block)
-    routes = {start: document.routes[start : start + block] for start in paths}
-    return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBlock:
-    """One verified block: position of the anchor, its tokens, rows that stayed, routes [T, L, K]."""
-
-    position: int
-    tokens: tuple[int, ...]
-    num_kept: int
-    routes: NDArray[np.uint16]
-
-
-class _PathRecorder:
-    """Writes verified blocks down with what native routers chose for every row; an `AnswerObserver`."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._log = RouteLog()
-        self._num_layers = num_layers
-        self.blocks: list[ServedBlock] = []
-
-    def listen(self, hints: Hints | None) -> Hints:
-        del hints
-        return Hints(None, self._num_layers, self._log)
-
-    def begin_answer(self, timeline: Timeline, prompt: Sequence[int], sampler: Sampler) -> None:
-        del timeline, prompt, sampler
-
-    def end_answer(self, timeline: Timeline) -> None:
-        del timeline
-
-    def cycle_ended(self, facts: CycleFacts, sampler: Sampler) -> None:
-        del sampler
-        chosen = self._log.passes[-1].routes
-        routes = np.asarray([chosen[layer] for layer in sorted(chosen)], np.uint16).swapaxes(0, 1)
-        tokens = (facts.anchor, *facts.proposal.tokens)
-        self.blocks.append(ServedBlock(facts.position, tokens, facts.num_kept, routes))
-        self._log.passes.clear()
-
-
-def served_paths(engine: Engine, document: CapturedDocument, params: SamplingParams) -> list[ServedBlock]:
-    """Serve a captured prompt with the engine's draft; return its blocks, none if the answer is another."""
-    recorder = _PathRecorder(engine.config.num_hidden_layers)
-    session = engine.session(is_guarded=False, recorder=recorder)
-    prompt = document.tokens[: document.num_prompt].tolist()
-    answer = document.tokens[document.num_prompt :].tolist()
-    events = session.generate(
-        prompt, params, max_tokens=len(answer), stop_ids=engine.tokenizer.eos_ids, rule="coupled"
-    )
-    said = [event.token_id for event in events if isinstance(event, Token)]
-    return recorder.blocks if said == answer else []
-
-
-def candidate_rows(
-    engine: Engine, draft: LoadedDraft, document: CapturedDocument, number: int, blocks: Sequence[ServedBlock]
-) -> tuple[SidecarRows, NDArray[np.float64]]:
-    """Return the rows of served blocks, and [2, B]: rows kept and rows verified of every slot."""
-    counts = np.zeros((2, draft.config.block_size))
-    whole = [one for one in blocks if one.position >= 1 and one.position < len(document.tokens) - 1]
-    for one in whole:
-        counts[0, : one.num_kept] += 1
-        counts[1, : len(one.tokens)] += 1
-    paths = {one.position: np.asarray(one.tokens, np.int32) for one in whole}
-    routes = {one.position: one.routes for one in whole}
-    kept = {one.position: one.num_kept for one in whole}
-    return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=True), counts
-
-
-def _rows(
-    engine: Engine,
-    draft: LoadedDraft,
-    document: CapturedDocument,
-    number: int,
-    paths: Mapping[int, NDArray[np.int32]],
-    routes: Mapping[int, NDArray[np.uint16]],
-    kept: Mapping[int, int],
-    *,
-    is_candidate: bool,
-) -> SidecarRows:
-    """Return the rows of blocks that begin at some positions, each with its tokens, routes and rows kept."""
-    view = DraftTarget(engine.target.model, engine.target.sync)
-    parts: list[SidecarRows] = []
-    starts, block = sorted(paths), draft.config.block_size
-    for first in range(0, len(starts), _AT_ONCE):
-        some = starts[first : first + _AT_ONCE]
-        begin = (
-            0
-            if draft.config.window is None or not draft.config.all_slide
-            else max(0, some[0] - draft.config.window)
-        )
-        blocks = Blocks(
-            begin,
-            document.features[begin : some[-1]],
-            tuple(some),
-            document.tokens[some],
-            np.zeros((len(some), block - 1), np.int32),
-        )
-        states, fused = block_states(draft.params, draft.config, view, blocks)
-        newest = fused[mx.array([start - 1 - begin for start in some], mx.int32)]
-        hidden, context = _half(states), _half(newest)
-        for place, start in enumerate(some):
-            num_rows = min(len(paths[start]), len(routes[start]), block)
-            text = np.concatenate([document.tokens[max(0, start - 2) : start], paths[start]])
-            text = np.concatenate([np.full(max(0, 2 - start), draft.config.mask_token_id, np.int32), text])
-            at = 2 + np.arange(num_rows)
-            parts.append(
-                SidecarRows(
-                    hidden=hidden[place, :num_rows],
-                    ids=np.stack([text[at], text[at - 1], text[at - 2]], axis=1).astype(np.int32),
-                    context=context[place : place + 1],
-                    anchor=np.zeros(num_rows, np.int32),
-                    slot=np.arange(num_rows, dtype=np.int32),
-                    routes=routes[start][:num_rows],
-                    is_kept=np.arange(num_rows) < kept[start],
-                    is_candidate=np.full(num_rows, is_candidate),
-                    document=np.full(num_rows, number, np.int32),
-                )
-            )
-    if not parts:
-        hidden_size, layers = draft.config.hidden_size, document.routes.shape[1:]
-        return SidecarRows(
-            np.zeros((0, hidden_size), np.float16), np.zeros((0, 3), np.int32),
-            np.zeros((0, hidden_size), np.float16), np.zeros(0, np.int32), np.zeros(0, np.int32),
-            np.zeros((0, *layers), np.uint16), np.zeros(0, bool), np.zeros(0, bool), np.zeros(0, np.int32),
-        )  # fmt: skip
-    return joined(parts)
-
-
-def _half(array: mx.array) -> NDArray[np.float16]:
-    return cast("NDArray[np.float16]", np.array(array.astype(mx.float16)))
-
-
 def _params(captures: CaptureSet) -> SamplingParams:
     """Return how the answers of a set were chosen, where they can be said again: greedily.
 
@@ -473,6 +330,27 @@ def _check_routes(engine: Engine, captures: CaptureSet) -> None:
         raise DrafterError(
             f"{what}, so there is nothing to learn from", hint="give --slots below all experts"
         )
+
+
+def _state(
+    kept: Path | None,
+    captures: CaptureSet,
+    request: RouteRequest,
+    settings: NearSettings | SidecarSettings,
+    draft_digest: str,
+) -> FitState | None:
+    """Return where a fit keeps itself, with all that its steps follow from."""
+    if kept is None:
+        return None
+    description = {
+        "request": asdict(request),
+        "settings": asdict(settings),
+        "captures_digest": captures.digest(),
+        "target_digest": captures.identity.target_digest,
+        "draft_digest": draft_digest,
+        "runtime_version": version_of("flashnext") or "",
+    }
+    return FitState(kept, description)
 
 
 def _lineage(

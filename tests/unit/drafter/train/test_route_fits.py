@@ -20,6 +20,7 @@ from drafter.train.fit_sidecar import (
     joined,
     loss_and_gradients,
 )
+from drafter.train.fit_state import FitState
 from drafter.train.route_losses import (
     OVERFETCH,
     RANKING,
@@ -235,3 +236,98 @@ def test_rows_of_parts_keep_their_own_context():
     assert (whole.context[whole.anchor[3:]] == ruled_rows(2, 2).context).all()
     with pytest.raises(DrafterError, match="No row"):
         joined([])
+
+
+def near_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    draws = np.random.default_rng(3)
+    reads = draws.standard_normal((2, 300, 6)).astype(np.float16)
+    routes = draws.integers(0, 8, (300, 2, 2)).astype(np.uint16)
+    return reads, routes, np.arange(300) % 10 == 0
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(step: int):
+    def progress(done: int, _total: int, _loss: float) -> None:
+        if done == step:
+            raise Killed
+
+    return progress
+
+
+def fit_one(kind: str, num_steps: int, progress=lambda *_: None, state: FitState | None = None):
+    if kind == "near":
+        reads, routes, aside = near_problem()
+        settings = NearSettings(num_steps=num_steps, batch=64)
+        return fit_near(reads, routes, aside, (2, 3), 8, settings, progress, state)
+    sizes = SidecarSizes(SIZES.hidden_size, 8, 3, SIZES.layers, 8, 2)
+    vectors = np.random.default_rng(1).standard_normal((NUM_TOKENS, SIZES.hidden_size)).astype(np.float32)
+    table = EmbeddingTable(np.arange(NUM_TOKENS, dtype=np.int32), lambda ids: vectors[ids])
+    rows, aside = ruled_rows(200, 1), ruled_rows(60, 2)
+    settings = SidecarSettings(rank=8, num_steps=num_steps, batch=32)
+    return fit_sidecar(rows, aside, np.ones(3, np.float32), sizes, table, settings, progress, state)
+
+
+@pytest.mark.parametrize("kind", ["near", "sidecar"])
+def test_a_killed_fit_goes_on_to_the_same_bits(kind, tmp_path):
+    whole, other = fit_one(kind, 350), fit_one(kind, 300)
+    state = FitState(tmp_path / "state", {"what": kind})
+    with pytest.raises(Killed):
+        fit_one(kind, 350, kill_at(300), state)
+    seen: list[int] = []
+    found = fit_one(kind, 350, lambda done, _total, _loss: seen.append(done), state)
+    assert seen == [300, 350], "what the kill lost is done again, and no more: it was saved at 200"
+    assert all(found[name].tobytes() == whole[name].tobytes() for name in whole)
+    assert any(found[name].tobytes() != other[name].tobytes() for name in whole), "the control"
+
+
+@pytest.mark.parametrize("part", ["moments", "generator", "step"])
+def test_a_state_that_lacks_a_part_ends_elsewhere(part, tmp_path, monkeypatch):
+    """The faults planted: what goes on without its moments, draws or count is another fit."""
+    whole, state = fit_one("near", 350), FitState(tmp_path / "state", {})
+    with pytest.raises(Killed):
+        fit_one("near", 350, kill_at(300), state)
+    resume = FitState.resume
+
+    def faulty(self, adam, generator):
+        step = resume(self, adam, generator)
+        if part == "moments":
+            adam.first["bias"][...] = 0
+        elif part == "generator":
+            generator.random(1)
+        else:
+            adam.count = 0
+        return step
+
+    monkeypatch.setattr(FitState, "resume", faulty)
+    found = fit_one("near", 350, state=state)
+    assert any(found[name].tobytes() != whole[name].tobytes() for name in whole)
+
+
+def test_a_fit_of_something_else_is_not_continued(tmp_path):
+    with pytest.raises(Killed):
+        fit_one("near", 350, kill_at(300), FitState(tmp_path, {"seed": 0, "rows": 5}))
+    with pytest.raises(DrafterError, match="another seed") as refused:
+        fit_one("near", 350, state=FitState(tmp_path, {"seed": 1, "rows": 5}))
+    assert str(tmp_path) in refused.value.hint
+    with pytest.raises(DrafterError, match="is no state of this fit: it holds other arrays"):
+        fit_one("sidecar", 350, state=FitState(tmp_path, {"seed": 0, "rows": 5}))
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"x" * 100, "cut", "flipped"])
+def test_a_damaged_state_is_refused_by_name(damage, tmp_path):
+    state = FitState(tmp_path, {"seed": 0})
+    with pytest.raises(Killed):
+        fit_one("near", 350, kill_at(300), state)
+    place = tmp_path / "state.npz"
+    whole = place.read_bytes()
+    if damage == "cut":
+        place.write_bytes(whole[: len(whole) // 2])
+    elif damage == "flipped":
+        place.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    else:
+        place.write_bytes(damage)
+    with pytest.raises(DrafterError, match=r"state.npz is no state of this fit"):
+        fit_one("near", 350, state=state)
