@@ -9,7 +9,7 @@ import typer
 
 from cli.console import Console, as_json_value, counted, size
 from cli.engine_factory import Services
-from cli.errors import FAILED, INCOMPATIBLE, INTERRUPTED, OK, UsageProblem
+from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, INTERRUPTED, OK, UsageProblem
 from cli.interrupts import Interrupts
 from cli.model_path import FoundModel, find_model
 from cli.options import ModelOptions, SamplingOptions
@@ -46,7 +46,7 @@ def inspect(
 ) -> int:
     """Hold a draft against the model, comparison by comparison. Nothing is loaded.
 
-    Exit code 3 means that the model would not run with it.
+    Exit code 3 means that the model would not run with it, 5 that a document of it is damaged.
     """
     from contextlib import closing
 
@@ -78,6 +78,8 @@ def inspect(
         console.document(as_json_value(verdict.as_document()))
     else:
         _show_verdict(console, verdict)
+    if verdict.is_damaged:
+        return DAMAGED
     return INCOMPATIBLE if verdict.refusals else OK
 
 
@@ -370,9 +372,9 @@ def promote(
     if not ladder.prompts:
         raise UsageProblem(f"No prompt in {prompts}", hint="one JSON object a line")
 
-    def opened(own: Path | None) -> "Engine":
+    def opened(own: Path | None, hints: str) -> "Engine":
         kind = "none" if own is None else "dflash2"
-        return _engine(context, console, found, slots, CONTEXT, draft=kind, directory=own)
+        return _engine(context, console, found, slots, CONTEXT, draft=kind, directory=own, hints=hints)
 
     with Interrupts():
         rungs = climb(opened, directory, ladder, lambda name: console.progress(name, 0, 1))
@@ -394,6 +396,7 @@ def _engine(
     *,
     draft: str = "none",
     directory: Path | None = None,
+    hints: str = "off",
 ) -> "Engine":
     from drafter.api import MAX_PROPOSALS
     from mlx_flashnext.engine.plan import PlanRequest
@@ -405,6 +408,7 @@ def _engine(
         draft=draft,
         draft_directory=directory,
         num_draft_tokens=MAX_PROPOSALS if draft == "oracle" else None,
+        hints=hints,
     )
     return services.open_measured(found.directory, request, console.progress, lambda source: source)
 

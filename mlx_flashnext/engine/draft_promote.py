@@ -39,7 +39,7 @@ _SIGMAS: Final = 3.1
 _LEAST_COUNT: Final = 5.0
 
 Outcome = Literal["passed", "failed", "not reached", "only target hardware", "not asked"]
-OpenEngine = Callable[[Path | None], Engine]
+OpenEngine = Callable[[Path | None, str], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,16 @@ class Ladder:
 class _Served:
     answers: list[list[int]]
     statistics: list[GenerationStatistics]
+    predicted_bytes: int = 0
+
+    def per_token(self) -> dict[str, float]:
+        """Return bytes read, read ahead, and nanoseconds waited for experts, all per committed token."""
+        tokens = max(1, sum(one.output_tokens for one in self.statistics))
+        return {
+            "bytes_per_token": sum(one.read_bytes for one in self.statistics) / tokens,
+            "predicted_bytes_per_token": self.predicted_bytes / tokens,
+            "exposed_wait_ns_per_token": sum(one.exposed_wait_ns for one in self.statistics) / tokens,
+        }
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -92,7 +102,8 @@ def promote(
     """Climb, write the evidence beside the draft, and return the rungs.
 
     Args:
-        open_engine: opens the target as it will be served, with the draft of a directory, or plain for None.
+        open_engine: opens the target as it will be served, with the draft of a directory, or plain for None,
+            and with a kind of hints.
         directory: of the draft.
         ladder: what to climb with.
         progress: called with the name of each rung that is begun.
@@ -143,12 +154,13 @@ class _Climb:
             ("sampling distribution", self._sampling),
             ("bytes per accepted token", self._bytes),
             ("exposed SSD wait", self._wait),
+            ("route hints", self._hints),
             ("end-to-end latency", self._latency),
         ]
 
     def _schema(self, name: str) -> Rung:
         """The gate lets it in."""
-        with self._open(None) as engine:
+        with self._open(None, "off") as engine:
             self._draft = load_draft(engine, self._directory)
             facts = facts_of(engine)
             said = [reason.as_row() for reason in self._draft.verdict.reasons]
@@ -162,7 +174,7 @@ class _Climb:
     def _replay(self, name: str) -> Rung:
         """Read as a prompt, captured documents give the features and routes they were captured with."""
         captures, rows, places = self._ladder.captures, 0, 0
-        with self._open(None) as engine:
+        with self._open(None, "off") as engine:
             for info in captures.documents[:2]:
                 document = captures.read(info)
                 identity = captures.identity
@@ -193,7 +205,7 @@ class _Climb:
 
     def _held_out(self, name: str) -> Rung:
         """On documents that training never saw it drafts well enough, and knows how well."""
-        with self._open(None) as engine:
+        with self._open(None, "off") as engine:
             draft = load_draft(engine, self._directory)
             found = evaluate_draft(engine, draft, self._ladder.captures)
         rate, error = found["all"]["tokens_per_cycle"], found["all"]["calibration"]["expected_error"]
@@ -262,6 +274,27 @@ class _Climb:
         why = "a matter of the drive: flashnext bench --report ssd-wait, on the machine that serves"
         return Rung(name, "only target hardware", why, evidence)
 
+    def _hints(self, name: str) -> Rung:
+        """Answers with trained hints are those without; what they read and spare, side by side."""
+        with self._open(self._directory, "both") as engine:
+            kind = _kind_of(engine)
+            if engine.plan.is_resident:
+                return Rung(name, "only target hardware", "every expert was in memory here", {})
+            if kind == "off":
+                return Rung(name, "not asked", "no trained hints lie beside draft or model", {})
+        hinted = self._serve(self._directory, GREEDY, kind)
+        pairs = enumerate(zip(self._drafted.answers, hinted.answers, strict=True))
+        wrong = [number for number, (without, told) in pairs if without != told]
+        without, told = self._drafted.per_token(), hinted.per_token()
+        read = [one["bytes_per_token"] / 2**20 for one in (told, without)]
+        waited = [one["exposed_wait_ns_per_token"] / 1e6 for one in (told, without)]
+        why = (
+            f"{kind}: {len(wrong)} of {len(hinted.answers)} answers differ; a token read {read[0]:.2f} MiB "
+            f"with them, {read[1]:.2f} without, and waited {waited[0]:.2f} ms, {waited[1]:.2f} without, here"
+        )
+        evidence = {"hints": kind, "different": wrong, "with": told, "without": without}
+        return Rung(name, "failed" if wrong else "passed", why, evidence)
+
     def _latency(self, name: str) -> Rung:
         """How fast answers are: a matter of the device."""
         evidence = self._compared(lambda s: s.decode_ns / max(1, s.output_tokens), "decode_ns_per_token")
@@ -272,25 +305,34 @@ class _Climb:
         served = (("plain", self._plain), ("drafted", self._drafted))
         return {f"{who}_{what}": fmean(map(measure, one.statistics)) for who, one in served if one.statistics}
 
-    def _serve(self, directory: Path | None, params: SamplingParams) -> _Served:
-        found = _Served([], [])
-        with self._open(directory) as engine:
+    def _serve(self, directory: Path | None, params: SamplingParams, hints: str = "off") -> _Served:
+        answers, figures = list[list[int]](), list[GenerationStatistics]()
+        with self._open(directory, hints) as engine:
             for prompt in self._ladder.prompts:
                 answer, statistics = _answer(engine, prompt, params, self._ladder.max_tokens)
-                found.answers.append(answer)
-                found.statistics.append(statistics)
-        return found
+                answers.append(answer)
+                figures.append(statistics)
+            predicted = engine.target.store.statistics().predicted_physical_bytes
+        return _Served(answers, figures, predicted)
 
     def _samples(self, directory: Path | None, first_seed: int) -> list[tuple[int, ...]]:
         """Return drawn beginnings of answers to the first prompt, every one with a seed of its own."""
         ladder, found = self._ladder, list[tuple[int, ...]]()
-        with self._open(directory) as engine:
+        with self._open(directory, "off") as engine:
             for number in range(ladder.num_samples):
                 params = SamplingParams(temperature=1.0, top_p=0.95, top_k=20, seed=first_seed + number)
                 # A block longer than what is compared, so that proposals are judged within it.
                 answer, _ = _answer(engine, ladder.prompts[0], params, ladder.sample_tokens + 1)
                 found.append(tuple(answer[: ladder.sample_tokens]))
         return found
+
+
+def _kind_of(engine: Engine) -> str:
+    """Return the best kind of hints whose files were let in."""
+    has_near, has_sidecar = engine.routes.near is not None, engine.routes.sidecar is not None
+    if has_near and has_sidecar:
+        return "both"
+    return "sidecar" if has_sidecar else "near-linear" if has_near else "off"
 
 
 def chi_square(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> tuple[float, int]:

@@ -4,6 +4,7 @@ promoted."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import SamplingParams
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
+from tests.tiny.route_hints import write_sidecar
 
 GREEDY = SamplingParams(temperature=0.0)
 TAPS, CONTRACTION, ANSWER = (0, 1, 2), "mean", 24
@@ -230,10 +232,10 @@ def test_calibration_finds_the_contraction_it_was_trained_with(
         calibrate(engine, draft, captures, min_tokens=9999)
 
 
-def open_with(tiny_dir: Path, own: Path | None) -> Engine:
+def open_with(tiny_dir: Path, own: Path | None, hints: str = "off") -> Engine:
     draft = "none" if own is None else "dflash2"
     request = PlanRequest(
-        context_tokens=512, slots_per_layer=8, prefill_step=7, draft=draft, draft_directory=own
+        context_tokens=512, slots_per_layer=8, prefill_step=7, draft=draft, draft_directory=own, hints=hints
     )
     return Engine.open(tiny_dir, request)
 
@@ -244,13 +246,44 @@ def test_the_ladder_is_climbed_and_its_evidence_kept(
     ladder = Ladder(
         captures, [prompt.tokens for prompt in PROMPTS[:3]], 16, num_samples=20, least_tokens_per_cycle=1.0
     )
-    rungs = promote(lambda own: open_with(tiny_dir, own), draft_dir, ladder)
+    rungs = promote(lambda own, hints: open_with(tiny_dir, own, hints), draft_dir, ladder)
     outcomes = {rung.name: rung.outcome for rung in rungs}
     assert [outcome for outcome in outcomes.values() if outcome == "passed"] == ["passed"] * 7
     assert outcomes["exposed SSD wait"] == outcomes["end-to-end latency"] == "only target hardware"
     said = json.loads((draft_dir / draft_promote.FILE).read_text())
     assert said["is_promoted"]
     assert [rung["name"] for rung in said["rungs"]] == list(outcomes)
+    assert outcomes["route hints"] == "not asked", "no sidecar lies beside it"
+
+
+def climb_with_hints(tiny_dir: Path, draft: Path, ladder: Ladder) -> dict[str, draft_promote.Rung]:
+    climb = draft_promote._Climb(lambda own, hints: open_with(tiny_dir, own, hints), draft, ladder)
+    rungs = dict(climb.rungs())
+    return {name: rungs[name](name) for name in ("greedy equality", "route hints")}
+
+
+def test_what_hints_read_and_spare_is_in_the_evidence(
+    tiny_dir: Path, captures: CaptureSet, draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "draft"
+    shutil.copytree(draft_dir, own)
+    write_sidecar(own, tiny_dir)
+    ladder = Ladder(captures, [prompt.tokens for prompt in PROMPTS[:2]], 16)
+    rung = climb_with_hints(tiny_dir, own, ladder)["route hints"]
+    told, without = rung.evidence["with"], rung.evidence["without"]
+    assert (rung.outcome, rung.evidence["hints"], rung.evidence["different"]) == ("passed", "sidecar", [])
+    assert told["bytes_per_token"] > told["predicted_bytes_per_token"] > 0
+    assert without["predicted_bytes_per_token"] == 0
+    assert without["bytes_per_token"] > 0
+    assert {*told} == {"bytes_per_token", "predicted_bytes_per_token", "exposed_wait_ns_per_token"}
+    original = draft_promote._answer
+
+    def wrong(engine, *arguments):
+        answer, statistics = original(engine, *arguments)
+        return [*answer[:-1], 0] if engine.plan.hints != "off" else answer, statistics
+
+    monkeypatch.setattr(draft_promote, "_answer", wrong)
+    assert climb_with_hints(tiny_dir, own, ladder)["route hints"].outcome == "failed"
 
 
 def test_a_failed_rung_ends_the_climb(
@@ -264,9 +297,9 @@ def test_a_failed_rung_ends_the_climb(
 
     monkeypatch.setattr(draft_promote, "_answer", wrong)
     ladder = Ladder(captures, [PROMPTS[0].tokens], 8, num_samples=0, least_tokens_per_cycle=1.0)
-    rungs = promote(lambda own: open_with(tiny_dir, own), draft_dir, ladder)
+    rungs = promote(lambda own, hints: open_with(tiny_dir, own, hints), draft_dir, ladder)
     outcomes = [rung.outcome for rung in rungs]
-    assert outcomes[4:] == ["failed", *["not reached"] * 4]
+    assert outcomes[4:] == ["failed", *["not reached"] * 5]
     assert not json.loads((draft_dir / draft_promote.FILE).read_text())["is_promoted"]
 
 
