@@ -1,0 +1,204 @@
+"""Does the governor decode as fast as the best fixed number of proposals, and never much slower than none?
+
+    python -m bench.studies.governor_grid --genre sums --budget 25 [--tokens 96] [--rounds 3] [--throttle 20]
+
+Cells of a grid of genres and shares of the experts in memory, all nine if none is named; one takes about two
+minutes. In turns, forwards and backwards in one process: plain decode, every fixed k from 1 to `--most`, the
+governor with what its last turn has left (as a second run finds it, `kept_tables.py`), and the governor that
+knows nothing. Each round compares what ran in it with itself only; ratios are medians over rounds of
+nanoseconds a token. Plain decode has an engine of its own with the same slots; the rest share one engine, and
+answers must be the same tokens.
+
+Bars: the governor that remembers takes at most 1.03 of the best fixed k's time (0 among them), and at most
+1.03 of plain decode's. The best of several noisy medians is a little too good, so the first bar is a little
+too strict. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.studies.speculation_speed import GENRES, answer, ns_per_token, prompt_of
+from bench.studies.turns import Dial
+from drafter.api import Drafter
+from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.demo import demo_dir
+from mlx_flashnext.engine.engine import Engine, Session
+from mlx_flashnext.engine.learned import NOTHING_LEARNED
+from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.stats import DraftStatistics
+
+BAR = 1.03
+MORE = {
+    "sums": ("Anna has 52 coins and spends 18. How many coins are left?",),
+    "code": ("Write a Python function that counts the vowels in a string.",),
+    "stories": ("Tell me a story about a lost kite and a kind dog.",),
+}
+
+
+class Capped:
+    """A drafter that proposes at most `most` tokens; everything else is the drafter's own."""
+
+    def __init__(self, inner: Drafter, most: int) -> None:
+        self._inner, self._most = inner, most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def max_proposals(self) -> int:
+        """Return the cap."""
+        return min(self._most, self._inner.max_proposals())
+
+
+class Cell:
+    """One genre and budget: its two engines, and the sessions that are compared."""
+
+    def __init__(self, plain: Engine, drafted: Engine, genre: str, num_tokens: int) -> None:
+        self._plain, self._drafted, self._num_tokens = plain, drafted, num_tokens
+        self._prompts = [prompt_of(plain, text) for text in (GENRES[genre], *MORE[genre])]
+        self._told = [answer(plain.session(), prompt, num_tokens)[0] for prompt in self._prompts]
+        self._kept = NOTHING_LEARNED
+        self.widths: dict[str, list[str]] = {"governor": [], "governor, new": []}
+
+    def contenders(self, most: int) -> dict[str, Callable[[], float]]:
+        """Return what is compared, by name: each answers all prompts and returns nanoseconds a token."""
+        drafter = self._drafted.new_drafter()
+        assert drafter is not None
+        fixed = {f"k = {k}": self._fixed(Capped(drafter, k)) for k in range(1, most + 1)}
+        return {
+            "none": lambda: self._run(self._plain.session),
+            **fixed,
+            "governor": self._remembering,
+            "governor, new": self._new,
+        }
+
+    def _fixed(self, drafter: Any) -> Callable[[], float]:
+        return lambda: self._run(lambda: self._drafted.session(drafter, is_guarded=False))
+
+    def _remembering(self) -> float:
+        self._drafted.warm.learned = self._kept
+        took = self._run(self._drafted.session, self.widths["governor"])
+        self._kept = self._drafted.warm.learned
+        return took
+
+    def _new(self) -> float:
+        def forgetful() -> Session:
+            self._drafted.warm.learned = NOTHING_LEARNED
+            return self._drafted.session()
+
+        return self._run(forgetful, self.widths["governor, new"])
+
+    def _run(self, session: Callable[[], Session], said: list[str] | None = None) -> float:
+        took: list[float] = []
+        for prompt, told in zip(self._prompts, self._told, strict=True):
+            tokens, end = answer(session(), prompt, self._num_tokens)
+            if tokens != told:
+                raise SystemExit("a drafted answer differs from the plain one")
+            took.append(ns_per_token(end))
+            if said is not None:
+                said.append(_said(end.statistics.draft, end.statistics.cycles))
+        return statistics.fmean(took)
+
+
+def _said(draft: DraftStatistics, cycles: int) -> str:
+    share = draft.num_accepted / draft.num_proposed if draft.num_proposed else 0.0
+    return f"{draft.num_cycles}/{cycles} cycles, {draft.num_proposed} proposed, {share:.2f} kept"
+
+
+def measure(options: argparse.Namespace, genre: str, budget: int) -> dict[str, Any]:
+    """Print one cell and return its figures."""
+    config = open_checkpoint(options.model).config
+    slots = max(config.num_experts_per_tok, round(config.num_experts * budget / 100))
+    request = PlanRequest(context_tokens=512, slots_per_layer=slots)
+    drafted = PlanRequest(context_tokens=512, slots_per_layer=slots, draft=options.draft)
+    dials = Dial(), Dial()
+    with (
+        Engine.open(options.model, request, wrap_source=dials[0].wrap) as plain,
+        Engine.open(options.model, drafted, wrap_source=dials[1].wrap) as engine,
+    ):
+        for dial in dials:
+            dial.turn(None if options.throttle is None else options.throttle * 1e6)
+        cell = Cell(plain, engine, genre, options.tokens)
+        runs = cell.contenders(min(options.most, engine.plan.num_draft_tokens))
+        rounds = _in_turns(runs, options.rounds, options.seconds)
+    return _show(genre, budget, slots, rounds, cell)
+
+
+def _in_turns(
+    runs: dict[str, Callable[[], float]], num_rounds: int, max_seconds: float
+) -> list[dict[str, float]]:
+    """Run everything once uncounted, then in rounds there and back; fewer rounds when the time is up."""
+    began = time.monotonic()
+    for run in runs.values():
+        run()
+    rounds: list[dict[str, float]] = []
+    for _ in range(num_rounds):
+        started = time.monotonic()
+        totals = dict.fromkeys(runs, 0.0)
+        for name in [*runs, *reversed(runs)]:
+            totals[name] += runs[name]() / 2
+        rounds.append(totals)
+        if time.monotonic() - began + (time.monotonic() - started) > max_seconds:
+            break
+    return rounds
+
+
+def _show(
+    genre: str, budget: int, slots: int, rounds: Sequence[dict[str, float]], cell: Cell
+) -> dict[str, Any]:
+    def over(name: str, base: str) -> list[float]:
+        return [one[name] / one[base] for one in rounds]
+
+    names = list(rounds[0])
+    fixed = [name for name in names if not name.startswith("governor")]
+    medians = {name: statistics.median(over(name, "none")) for name in names}
+    best = min(fixed, key=lambda name: medians[name])
+    print(f"{genre}, {budget} % of the experts ({slots}), {len(rounds)} rounds; time over plain decode's")
+    for name in names:
+        ratios = over(name, "none")
+        said = f"   {cell.widths[name][-1]}" if name in cell.widths else ""
+        print(f"  {name:14} {medians[name]:.3f} [{min(ratios):.3f} to {max(ratios):.3f}]{said}")
+    found: dict[str, Any] = {"genre": genre, "budget": budget, "slots": slots, "rounds": len(rounds)}
+    found |= {"over_none": medians, "best": best}
+    for name in ("governor", "governor, new"):
+        ratios = over(name, best)
+        found[f"{name} over best"] = statistics.median(ratios)
+        print(
+            f"  {name}: {statistics.median(ratios):.3f} [{min(ratios):.3f} to {max(ratios):.3f}] of the best "
+            f"fixed, {best}; {medians[name]:.3f} of none"
+        )
+    is_met = found["governor over best"] <= BAR and medians["governor"] <= BAR
+    found["is_met"] = is_met
+    print(f"  bars of {BAR}: {'met' if is_met else 'MISSED'}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Run cells."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=demo_dir())
+    parser.add_argument("--draft", default="dflash2")
+    parser.add_argument("--genre", choices=tuple(GENRES), action="append", default=None)
+    parser.add_argument("--budget", type=int, action="append", default=None)
+    parser.add_argument("--most", type=int, default=7, help="largest fixed k")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=250.0, help="of a cell; fewer rounds if need be")
+    parser.add_argument("--throttle", type=float, default=None, help="simulated disk, MB/s")
+    options = parser.parse_args()
+    cells = [
+        measure(options, genre, budget)
+        for genre in options.genre or GENRES
+        for budget in options.budget or (25, 50, 100)
+    ]
+    print(json.dumps({"study": "governor_grid", "tokens": options.tokens, "cells": cells}))
+
+
+if __name__ == "__main__":
+    main()
