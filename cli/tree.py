@@ -90,7 +90,7 @@ TRACE_EXAMPLES = """\
 Examples:
   flashnext trace record -o answer.trace --draft lookup --logits "Copy this: a b c a b"
   flashnext trace replay answer.trace
-  flashnext trace simulate answer.trace --machine laptop.toml --budgets 25%,50% --hints off,oracle
+  flashnext trace simulate answer.trace --machine laptop.toml --hints off,oracle
 """
 
 DRAFT_EXAMPLES = """\

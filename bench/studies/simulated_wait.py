@@ -204,7 +204,8 @@ def simulate(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: i
     return play_answers(simulation, answers, iter(predictors))
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as `16,32`."""
     return [int(word) for word in text.split(",")]
 
 
@@ -233,7 +234,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", type=float, default=10e6, help="bytes a second of the simulated disk")
-    parser.add_argument("--budgets", type=_numbers, default=[16, 32, 48], help="slots of a layer")
+    parser.add_argument("--budgets", type=numbers, default=[16, 32, 48], help="slots of a layer")
     parser.add_argument("--hints", type=lambda text: text.split(","), default=list(HINTS))
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=16)
