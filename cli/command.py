@@ -35,6 +35,14 @@ FOREIGN_FLAGS = {
     "--adapter-path": "adapters are not supported",
     "--trust-remote-code": "no code of a checkpoint is ever run, except its chat template in a sandbox",
 }
+# pydantic's types of errors, which typer passes on, in our words.
+_PLAIN_WORDS = {
+    "int_parsing": "not a whole number",
+    "int_from_float": "not a whole number",
+    "float_parsing": "not a number",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -182,4 +190,21 @@ def _usage_failure(problem: typer.TyperException, words: Sequence[str], names: C
     elif near:
         hint = f"did you mean {near[0]}?"
     code = problem.exit_code if problem.exit_code in (FAILED, USAGE) else FAILED
-    return Failure(code, "UsageError", message or problem.format_message(), hint)
+    message = message or problem.format_message()
+    return Failure(code, "UsageError", _with_value(message, problem.__cause__), hint)
+
+
+def _with_value(message: str, cause: BaseException | None) -> str:
+    """Return typer's message in plain words, with the value that was wrong: pydantic's own leaves it out."""
+    errors = getattr(cause, "errors", None)
+    if errors is None:
+        return message
+    first = errors()[0]
+    said, value = str(first["msg"]), first.get("input")
+    if said not in message:
+        return message
+    words = _PLAIN_WORDS.get(str(first["type"]))
+    plain = (
+        words.format_map(first.get("ctx") or {}) if words else said.removeprefix("Value error, ").rstrip(".")
+    )
+    return message.replace(said, plain if repr(value) in plain else f"{plain}: {value!r}")

@@ -2,19 +2,25 @@
 
 code  meaning
 0     done
-1     failed for a reason of its own (the message says which)
+1     failed for a reason of its own: nothing is there, or the system refuses
 2     usage error
-3     incompatible: wrong checkpoint, tokenizer or template
+3     incompatible: whole, but another model, tokenizer, template, draft or version
 4     not enough: memory, disk or context
-5     damaged data: a digest, a format or a file that changed
+5     damaged: there, but no plain file, not its format, cut short, changed meanwhile,
+      or not what its digest or another file says
 130   interrupted
 """
 
+import errno
 from dataclasses import dataclass
 
 OK, FAILED, USAGE, INCOMPATIBLE, NOT_ENOUGH, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
+# Of a path that is there and is no file to read, whoever met it.
+_NO_FILE = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO))
 _CODES = {
+    "DocumentCorrupt": DAMAGED,
+    "DamagedDrafter": DAMAGED,
     "CheckpointCorrupt": DAMAGED,
     "RecordCorrupt": DAMAGED,
     "SourceChanged": DAMAGED,
@@ -98,7 +104,8 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or kind
         message = reason if error.filename is None else f"{reason}: {error.filename}"
-        return Failure(FAILED, kind, message, "check the path, its permissions and the space on its disk")
+        code = DAMAGED if error.errno in _NO_FILE else FAILED
+        return Failure(code, kind, message, "check the path, its permissions and the space on its disk")
     detail = str(error) or "no message"
     return Failure(
         FAILED, kind, f"Internal error: {kind}: {detail}", "add --debug for the traceback, and report it"

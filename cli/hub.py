@@ -216,7 +216,11 @@ def parse_name(name: str) -> tuple[str, str]:
     Raises:
         CommandError: it is no such name.
     """
-    repo, _, revision = name.partition("@")
+    repo, at, revision = name.partition("@")
+    if at and not revision:
+        raise CommandError(
+            f"No revision after the @: {name}", hint=f"{repo} alone is its main branch", code=USAGE
+        )
     words = repo.split("/")
     is_plain = len(words) == 2 and all(word and word.strip(".") and _is_plain(word) for word in words)
     if not is_plain or "--" in repo or (revision and not _is_revision(revision)):

@@ -5,11 +5,12 @@ Entry point: `find_model`. A name is a directory, a Hub id in the local Hugging 
 """
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from cli.cached import lacking, repositories
-from cli.errors import CommandError, UsageProblem
+from cli.errors import DAMAGED, CommandError, UsageProblem
 from cli.settings import expanded, hub_cache
 
 DEMO = "demo"
@@ -54,7 +55,9 @@ def find_model(name: str | None) -> FoundModel:
         return _local(path, name)
     if exists:
         raise CommandError(f"A model is a directory, this is a file: {name}", hint=f"--model {path.parent}")
-    hub_id, _, revision = ALIASES.get(name, name).partition("@")
+    hub_id, at, revision = ALIASES.get(name, name).partition("@")
+    if at and not revision:
+        raise UsageProblem(f"No revision after the @: {name}", hint=f"--model {hub_id}, or {hub_id}@REVISION")
     if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
         snapshot = _snapshot(hub_cache() / f"models--{hub_id.replace('/', '--')}", revision)
         if snapshot is not None:
@@ -102,7 +105,10 @@ def _demo_directory() -> Path:
 
 
 def _local(path: Path, name: str) -> FoundModel:
-    if not (path / "config.json").is_file():
+    config = path / "config.json"
+    if not config.is_file() and os.path.lexists(config):
+        raise CommandError(f"Not a regular file: {config}", hint="download it again", code=DAMAGED)
+    if not config.is_file():
         raise CommandError(
             f"The directory has no config.json: {name}", hint="--model takes the directory of a checkpoint"
         )

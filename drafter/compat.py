@@ -68,6 +68,11 @@ class Verdict:
         """Return why the draft is not loaded; nothing if it may be."""
         return tuple(reason for reason in self.reasons if reason.consequence == "refuse")
 
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether a document of the draft is none (G00), whatever else is wrong."""
+        return any(reason.code == "G00" for reason in self.refusals)
+
     def as_document(self) -> dict[str, object]:
         """Return it as plain values, for `--json`."""
         return {

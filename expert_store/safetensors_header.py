@@ -11,6 +11,7 @@ on every header that both accept (a test compares them).
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -154,8 +155,10 @@ def corrupt(message: str, *, hint: str = _FETCH_AGAIN, **context: object) -> Che
     return CheckpointCorrupt(message, hint=hint, **context)
 
 
-def failed(error: OSError, name: str, offset: int) -> SourceFailed:
-    """Return the error for a file that the operating system would not read."""
+def failed(error: OSError, name: str, offset: int) -> SourceFailed | CheckpointCorrupt:
+    """Return the error for a file that the operating system would not read, or that is none."""
+    if error.errno in (errno.ELOOP, errno.EISDIR):
+        return corrupt(f"Not a file: {name}: {error.strerror}", file=name)
     return SourceFailed(
         f"Cannot read {name}: {error.strerror or error}",
         hint="check the disk and the permissions of the model folder",

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 from mlx_flashnext.config_fields import Fields
-from mlx_flashnext.errors import UnsupportedCheckpoint
+from mlx_flashnext.errors import DocumentCorrupt, UnsupportedCheckpoint
 from mlx_flashnext.ngram import NgramConstants, ngram_constants
-from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.regular_file import document_failed, read_regular
 
 LayerKind = Literal["gdn", "qsa"]
 
@@ -189,7 +189,8 @@ def read_config(directory: Path) -> ModelConfig:
     """Read `config.json` of a checkpoint directory.
 
     Raises:
-        UnsupportedCheckpoint: The file is absent, is not JSON, or describes something not implemented.
+        UnsupportedCheckpoint: The file is absent, or describes something not implemented.
+        DocumentCorrupt: It is there and is no JSON object.
     """
     return ModelConfig.from_dict(parse_config(read_config_file(directory), directory))
 
@@ -198,7 +199,8 @@ def read_config_file(directory: Path) -> bytes:
     """Return the bytes of `config.json`.
 
     Raises:
-        UnsupportedCheckpoint: The file is absent or cannot be read.
+        UnsupportedCheckpoint: The file is absent.
+        DocumentCorrupt, DocumentUnreadable: It cannot be read.
     """
     path = directory / "config.json"
     try:
@@ -209,16 +211,14 @@ def read_config_file(directory: Path) -> bytes:
             hint="give the directory that holds the checkpoint's config.json",
         ) from None
     except OSError as error:
-        raise UnsupportedCheckpoint(
-            f"Cannot read {path}: {error.strerror}", hint="download the checkpoint again"
-        ) from None
+        raise document_failed(error, path) from None
 
 
 def parse_config(raw: bytes, directory: Path) -> Mapping[str, object]:
     """Return the object in the bytes of a `config.json`.
 
     Raises:
-        UnsupportedCheckpoint: They are not JSON, or hold something else than an object.
+        DocumentCorrupt: They are not JSON, or hold something else than an object.
     """
     path = directory / "config.json"
     try:
@@ -226,11 +226,9 @@ def parse_config(raw: bytes, directory: Path) -> Mapping[str, object]:
         if b"\\u" in raw:
             json.dumps(data, ensure_ascii=False).encode()  # no half of a surrogate pair: nothing can show it
     except (ValueError, RecursionError) as error:
-        raise UnsupportedCheckpoint(
-            f"Cannot read {path}: {error}", hint="download the checkpoint again"
-        ) from None
+        raise DocumentCorrupt(f"Cannot read {path}: {error}", hint="download the checkpoint again") from None
     if not isinstance(data, dict):
-        raise UnsupportedCheckpoint(
+        raise DocumentCorrupt(
             f"{path} holds a {type(data).__name__}, not an object", hint="download it again"
         )
     return cast("Mapping[str, object]", data)

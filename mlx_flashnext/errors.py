@@ -33,6 +33,14 @@ class UnsupportedCheckpoint(ModelError):
     """The checkpoint describes a model, a size or a format that this port does not implement."""
 
 
+class DocumentCorrupt(ModelError):
+    """A small file is there and is not what its name says: no plain file, or not its format."""
+
+
+class DocumentUnreadable(ModelError):
+    """The operating system would not read a small file."""
+
+
 class WeightMismatch(ModelError):
     """A tensor is missing, left over, of another shape or type than the config says, or not finite."""
 

@@ -15,6 +15,7 @@ transformers.
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from typing import Protocol
 import tokenizers
 from tokenizers import decoders
 
-from mlx_flashnext.errors import TokenizerMismatch
+from mlx_flashnext.errors import DocumentCorrupt, TokenizerMismatch
 from mlx_flashnext.text.generation_config import read_generation_defaults
 
 
@@ -66,11 +67,17 @@ class Tokenizer:
         """Open the tokenizer of a checkpoint directory.
 
         Raises:
-            TokenizerMismatch: the file is missing, unreadable or not byte-level.
-            UnsupportedCheckpoint: `config.json` or `generation_config.json` cannot be read.
+            TokenizerMismatch: the file is missing or not byte-level.
+            DocumentCorrupt: it, `config.json` or `generation_config.json` is not what its name says.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
+            if os.path.lexists(path):
+                raise DocumentCorrupt(
+                    "tokenizer.json cannot be read: Not a regular file",
+                    hint="download the file again",
+                    path=str(path),
+                )
             raise TokenizerMismatch(
                 f"The checkpoint has no tokenizer: {path}",
                 hint="download tokenizer.json into it",
@@ -79,7 +86,7 @@ class Tokenizer:
         try:
             raw = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise TokenizerMismatch(
+            raise DocumentCorrupt(
                 f"tokenizer.json cannot be read: {error}", hint="download the file again", path=str(path)
             ) from error
         # What training cut or filled up must not happen to prompts, as in transformers.

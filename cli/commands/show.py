@@ -93,6 +93,7 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
 
 def _template(directory: Path) -> tuple[str | None, str]:
     """Return the digest of the chat template, and what there is to say of it (FIELD P76)."""
+    from mlx_flashnext.errors import DocumentCorrupt, DocumentUnreadable
     from mlx_flashnext.text.template import (
         OFFICIAL_DIGEST,
         ChatTemplateFailed,
@@ -102,7 +103,7 @@ def _template(directory: Path) -> tuple[str | None, str]:
 
     try:
         digest = template_digest(read_template(directory)[0])
-    except ChatTemplateFailed as error:
+    except (ChatTemplateFailed, DocumentCorrupt, DocumentUnreadable) as error:
         return None, error.message
     whose = "the official one" if digest.startswith(OFFICIAL_DIGEST) else "not the official one"
     return digest, f"{digest[:16]}, {whose}"

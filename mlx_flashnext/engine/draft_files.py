@@ -24,7 +24,7 @@ from drafter.loading import FLOATING, canonical_name
 from expert_store.errors import CheckpointCorrupt, CheckpointNotFound, SourceFailed
 from expert_store.safetensors_index import TensorTable, read_tensor_table
 from expert_store.source import FileSource
-from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.regular_file import NO_PLAIN_FILE, read_regular
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -43,6 +43,10 @@ def open_draft(directory: Path) -> DraftFiles:
         CheckpointCorrupt: a header, a link or an index contradicts its files.
         SourceFailed: a file could not be read.
     """
+    if not directory.is_dir():
+        raise CheckpointNotFound(
+            f"There is no such draft: {directory}", hint="give the directory of a draft", path=str(directory)
+        )
     table = read_tensor_table(directory)
     config = _document(directory / CONFIG)
     if config is None:
@@ -115,7 +119,8 @@ def _document(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SourceFailed(
+        kind = CheckpointCorrupt if error.errno in NO_PLAIN_FILE else SourceFailed
+        raise kind(
             f"Cannot read {path.name} of the draft: {error.strerror}",
             hint="fetch the draft again",
             errno=error.errno,

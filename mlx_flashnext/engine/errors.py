@@ -8,6 +8,7 @@ EngineError
   InvalidRequest    a value that no run could honour
   MissingDrafter    the checkpoint lacks what the asked drafter is made of
   IncompatibleDrafter  the gate refuses a draft; the message names the first reason
+    DamagedDrafter  because a document of it is none
   TargetDiffers     what was captured or trained belongs to another target build
   EngineClosed      used after `close`
   WrongThread       used on another thread than the one that opened it
@@ -56,6 +57,10 @@ class MissingDrafter(EngineError):
 
 class IncompatibleDrafter(EngineError):
     """A draft does not fit its target. Nothing of it was loaded."""
+
+
+class DamagedDrafter(IncompatibleDrafter):
+    """A document of a draft is there and is not what its name says. Nothing of it was loaded."""
 
 
 class TargetDiffers(EngineError):

@@ -25,7 +25,7 @@ from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.draft_files import open_draft
 from mlx_flashnext.engine.draft_target import DraftTarget, target_facts
-from mlx_flashnext.engine.errors import IncompatibleDrafter, MissingDrafter
+from mlx_flashnext.engine.errors import DamagedDrafter, IncompatibleDrafter, MissingDrafter
 from mlx_flashnext.engine.machine import Machine
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sizes import DraftBytes
@@ -105,7 +105,8 @@ def _judged(directory: Path, checkpoint: Checkpoint, machine: Machine, wanted: i
 def _refusal(directory: Path, verdict: Verdict) -> IncompatibleDrafter:
     first = verdict.refusals[0]
     more = f" (and {len(verdict.refusals) - 1} more reasons)" if len(verdict.refusals) > 1 else ""
-    return IncompatibleDrafter(
+    kind = DamagedDrafter if verdict.is_damaged else IncompatibleDrafter
+    return kind(
         f"{first.code}: {first.message}{more}",
         hint=first.hint or f"flashnext draft inspect {directory} shows every comparison",
         reasons=[reason.as_row() for reason in verdict.reasons],

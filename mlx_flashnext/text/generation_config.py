@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from mlx_flashnext.errors import UnsupportedCheckpoint
-from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.errors import DocumentCorrupt
+from mlx_flashnext.regular_file import document_failed, read_regular
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -56,7 +56,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read the defaults of a checkpoint directory; an absent file says nothing.
 
     Raises:
-        UnsupportedCheckpoint: a file is not JSON, or a value has the wrong type.
+        DocumentCorrupt: a file is not JSON, or a value has the wrong type.
     """
     file = _decode(directory / "generation_config.json", _File)
     config = _decode(directory / "config.json", _Config)
@@ -79,7 +79,9 @@ def _decode(path: Path, kind: type[_T]) -> _T:
         return msgspec.json.decode(read_regular(path), type=kind)
     except FileNotFoundError:
         return kind()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise UnsupportedCheckpoint(
+    except OSError as error:
+        raise document_failed(error, path) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DocumentCorrupt(
             f"{path.name} cannot be read: {error}", hint="download the file again", path=str(path)
         ) from error

@@ -20,8 +20,8 @@ from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
-from mlx_flashnext.errors import ModelError
-from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.errors import DocumentCorrupt, ModelError
+from mlx_flashnext.regular_file import document_failed, read_regular
 from mlx_flashnext.text.messages import Message, plain_messages
 from mlx_flashnext.text.template_process import TemplateProcess, TemplateProcessEnded
 
@@ -74,7 +74,8 @@ class ChatTemplate:
         """Open the template of a checkpoint directory.
 
         Raises:
-            ChatTemplateFailed: there is none, or it cannot be read.
+            ChatTemplateFailed: there is none.
+            DocumentCorrupt, DocumentUnreadable: it cannot be read.
         """
         source, tokens = read_template(directory)
         return cls(source, tokens=tokens)
@@ -235,8 +236,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise ChatTemplateFailed(
+    except OSError as error:
+        raise document_failed(error, path) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DocumentCorrupt(
             f"{path.name} cannot be read: {error}", hint="download the file again"
         ) from error
 
@@ -266,7 +269,8 @@ def read_template(directory: Path) -> tuple[str, dict[str, str]]:
     """Return the source of a checkpoint's template and its special tokens.
 
     Raises:
-        ChatTemplateFailed: there is none, or it cannot be read.
+        ChatTemplateFailed: there is none.
+        DocumentCorrupt, DocumentUnreadable: it cannot be read.
     """
     config_path, path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     config = _read_config(config_path)
@@ -275,13 +279,11 @@ def read_template(directory: Path) -> tuple[str, dict[str, str]]:
     except FileNotFoundError:
         source = _embedded(config.get("chat_template"))
     except UnicodeDecodeError as error:
-        raise ChatTemplateFailed(
+        raise DocumentCorrupt(
             f"chat_template.jinja is not UTF-8 at byte {error.start}", hint="download the file again"
         ) from error
     except OSError as error:
-        raise ChatTemplateFailed(
-            f"chat_template.jinja cannot be read: {error.strerror}", hint="download the file again"
-        ) from error
+        raise document_failed(error, path) from error
     if source is None:
         raise ChatTemplateFailed(
             f"The checkpoint has no chat template: {directory}",

@@ -45,6 +45,20 @@ def test_the_version_is_shown():
         (["run", "--nothing-like-it"], "No such option", "flashnext run --help lists what there is"),
         (["plan", "a", "b"], "unexpected extra argument", "flashnext plan --help"),
         (["run", "--top-k"], "requires an argument", "flashnext run --help"),
+        (
+            ["run", "--policy", "x"],
+            "Invalid value for '--policy': 'x' is not one of 'lru', 'slru'",
+            "flashnext run --help",
+        ),
+        (
+            ["compare", "a", "b", "--prompts", "1.5"],
+            "'--prompts': not a whole number: '1.5'",
+            "compare --help",
+        ),
+        (["compare", "a", "b", "--prompts", "0"], "'--prompts': must be at least 1: '0'", "compare --help"),
+        (["draft", "train-sidecar", "a", "--rank", "9999"], "must be at most 4096: '9999'", "--help"),
+        (["run", "--policy", "{x}"], "'{x}' is not one of 'lru', 'slru'", "--help"),
+        (["draft", "train", "a", "b", "--rate", "x"], "'--rate': not a number: 'x'", "train --help"),
     ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest_one(arguments, message, hint):
@@ -54,6 +68,7 @@ def test_an_unknown_word_is_refused_with_the_nearest_one(arguments, message, hin
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert hint in result.stderr
+    assert "Value error" not in result.stderr
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FOREIGN_FLAGS if flag.startswith("--")])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_flashnext.config import ModelConfig, QuantSpec, read_config
-from mlx_flashnext.errors import MAX_MESSAGE, UnsupportedCheckpoint
+from mlx_flashnext.errors import MAX_MESSAGE, DocumentCorrupt, UnsupportedCheckpoint
 from tests.tiny.checkpoints import tiny_config
 
 REAL = Path(__file__).parents[3] / "mlx_flashnext/checkpoint/qwen3.8-flash-next.config.json"
@@ -151,10 +151,10 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"No config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UnsupportedCheckpoint, match="Cannot read"):
+    with pytest.raises(DocumentCorrupt, match="Cannot read"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UnsupportedCheckpoint, match="not an object"):
+    with pytest.raises(DocumentCorrupt, match="not an object"):
         read_config(tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_the_rows_of_the_table_are_counted_in_whole_numbers() -> None:
 
 def test_a_config_that_nests_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"x": ' + "[" * 100_000)
-    with pytest.raises(UnsupportedCheckpoint, match="Cannot read"):
+    with pytest.raises(DocumentCorrupt, match="Cannot read"):
         read_config(tmp_path)
 
 

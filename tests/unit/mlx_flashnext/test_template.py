@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_flashnext.errors import DocumentCorrupt
 from mlx_flashnext.text import template as template_module
 from mlx_flashnext.text import template_worker
 from mlx_flashnext.text.messages import MessageRefused
@@ -297,11 +298,11 @@ def test_a_missing_or_unreadable_template_is_refused(tmp_path):
         ChatTemplate.open(tmp_path)
     assert "--ignore-chat-template" in caught.value.hint
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
-    with pytest.raises(ChatTemplateFailed, match="not UTF-8 at byte 2"):
+    with pytest.raises(DocumentCorrupt, match="not UTF-8 at byte 2"):
         ChatTemplate.open(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ChatTemplateFailed, match=r"tokenizer_config\.json cannot be read"):
+    with pytest.raises(DocumentCorrupt, match=r"tokenizer_config\.json cannot be read"):
         ChatTemplate.open(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_flashnext.errors import TokenizerMismatch, UnsupportedCheckpoint
+from mlx_flashnext.errors import DocumentCorrupt, TokenizerMismatch
 from mlx_flashnext.text.generation_config import read_generation_defaults
 from mlx_flashnext.tokenizer import Tokenizer
 from tests.tiny.tokenizer import IM_END, SPECIALS, THINK, write_tokenizer
@@ -98,7 +98,8 @@ def test_an_end_id_beyond_the_rows_is_refused(tmp_path):
 def test_a_missing_or_broken_tokenizer_is_refused_by_name(tmp_path, content, message):
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(TokenizerMismatch, match=message) as caught:
+    kind = TokenizerMismatch if content is None else DocumentCorrupt
+    with pytest.raises(kind, match=message) as caught:
         Tokenizer.open(tmp_path)
     assert caught.value.hint
 
@@ -144,7 +145,7 @@ def test_sampling_switched_off_in_the_file_means_greedy(tmp_path):
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"top_k": "many"}', b'{"temperature": \xff}'])
 def test_a_damaged_generation_config_is_refused_by_name(tmp_path, content):
     (tmp_path / "generation_config.json").write_bytes(content)
-    with pytest.raises(UnsupportedCheckpoint, match=r"generation_config\.json"):
+    with pytest.raises(DocumentCorrupt, match=r"generation_config\.json"):
         read_generation_defaults(tmp_path)
 
 
