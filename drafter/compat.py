@@ -32,11 +32,14 @@ from drafter.config_reader import read_config
 from drafter.contract import DraftContract, compare_contract, read_contract
 from drafter.documents import DocumentRefused, parse_object
 from drafter.facts import DraftListing, SidecarFacts, TargetFacts
+from drafter.promotion import Promotion, read_promotion
 from drafter.reasons import Reason, Report, shown
 
 # SHA-256 over name and digest of every golden file, in name order: what `TargetFacts.parity_digest` must be.
 GOLDEN_DIGEST = "bd2018156d43393ab3e229316c3f1dc8cab58293e74d19968f695b02813d7b54"
 
+
+PROMOTE = "run: flashnext draft promote DIR, or delete flashnext-promotion.json"
 
 Document = TypeVar("Document")
 
@@ -115,7 +118,7 @@ def check_draft(listing: DraftListing, target: TargetFacts, *, wanted: int | Non
         compare_contract(contract, config, listing, target, report)
     if record is not None:
         _compare_record(record, config, listing, target, report, is_needed=contract is None)
-    contraction = _contraction(config, contract, record, target, report)
+    contraction = _contraction(config, contract, record, listing, target, report)
     state_licence(listing.licence or (contract.draft.licence if contract else None), report)
     _parity(target, report)
     weights, context = compare_memory(config, target, report)
@@ -254,6 +257,7 @@ def _contraction(
     config: DraftConfig,
     contract: DraftContract | None,
     record: CalibrationRecord | None,
+    listing: DraftListing,
     target: TargetFacts,
     report: Report,
 ) -> str | None:
@@ -269,15 +273,7 @@ def _contraction(
         said = f"the author declares {declared}, the calibration found {measured}"
         report.add("G14", "contraction", declared, measured, said, hint=CALIBRATE)
     if declared is not None and measured is None:
-        report.add(
-            "G14",
-            "contraction",
-            declared,
-            "not measured here",
-            f"contraction {declared} is its author's word and was not measured on this target",
-            consequence="warn",
-            hint=CALIBRATE,
-        )
+        _declared(declared, listing, target, report)
     contraction = declared or measured
     if contraction is None:
         return None
@@ -290,6 +286,33 @@ def _contraction(
         report.add("G14", "contraction", contraction, list(config.taps), said, hint=CALIBRATE)
         return None
     return contraction
+
+
+def _declared(contraction: str, listing: DraftListing, target: TargetFacts, report: Report) -> None:
+    """State whether the author's word on the contraction is all there is, or was tried on this very build."""
+    promotion: Promotion | None = None
+    if listing.promotion is not None:
+        try:
+            promotion = read_promotion(listing.promotion)
+        except DocumentRefused as error:
+            said = f"the promotion record is no evidence: {error}"
+            report.add("G14", "promotion", "unreadable", "", said, consequence="warn", hint=PROMOTE)
+    if promotion is not None and promotion.confirms(contraction, listing.digest, target.digest):
+        said = (
+            f"contraction {contraction} is its author's word; with it the draft gave this target "
+            f"{promotion.tokens_per_cycle:.2f} tokens a cycle of held-out text, {promotion.date}"
+        )
+        report.add("G14", "contraction", contraction, "promoted here", said, consequence="info")
+        return
+    report.add(
+        "G14",
+        "contraction",
+        contraction,
+        "not measured here",
+        f"contraction {contraction} is its author's word and was not measured on this target",
+        consequence="warn",
+        hint=CALIBRATE,
+    )
 
 
 def _parity(target: TargetFacts, report: Report) -> None:

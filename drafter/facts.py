@@ -28,6 +28,7 @@ class DraftListing:
         tensors: every tensor of its files, by stored name; headers were checked against the files.
         digest: of the files; see docs/FORMATS.md.
         licence: as the draft's card states it, or None.
+        promotion: bytes of the promotion record, or None.
     """
 
     config: bytes
@@ -36,6 +37,7 @@ class DraftListing:
     tensors: Mapping[str, TensorFacts]
     digest: str
     licence: str | None = None
+    promotion: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

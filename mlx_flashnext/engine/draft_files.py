@@ -18,7 +18,7 @@ from typing import Self
 import mlx.core as mx
 import numpy as np
 
-from drafter import calibration, contract
+from drafter import calibration, contract, promotion
 from drafter.facts import DraftListing, TensorFacts
 from drafter.loading import FLOATING, canonical_name
 from expert_store.errors import CheckpointCorrupt, CheckpointNotFound, SourceFailed
@@ -64,6 +64,7 @@ def open_draft(directory: Path) -> DraftFiles:
             tensors={name: TensorFacts(info.dtype, info.shape) for name, info in table.tensors.items()},
             digest=build_digest(config, table, source),
             licence=_licence(directory / CARD),
+            promotion=_document(directory / promotion.FILE),
         )
     except BaseException:
         source.close()

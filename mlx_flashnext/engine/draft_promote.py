@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
 
+from drafter.promotion import FILE, FORMAT, HELD_OUT, SCHEMA, VERSION
 from drafter.train.captures import CaptureSet
 from drafter.train.runs import replace_file
 from mlx_flashnext.engine.draft_capture import facts_of, replay
@@ -28,15 +29,13 @@ from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.stats import GenerationStatistics
 
-FORMAT: Final = "flashnext-draft-promotion"
-VERSION: Final = 1
-FILE: Final = "flashnext-promotion.json"
 GREEDY: Final = SamplingParams(temperature=0.0)
 LEAST_TOKENS_PER_CYCLE: Final = 2.0
 MOST_CALIBRATION_ERROR: Final = 0.1
 # 1 in 1000 that a right sampler is refused, by the normal bound of a chi-square of its degrees.
 _SIGMAS: Final = 3.1
 _LEAST_COUNT: Final = 5.0
+FEW_DEGREES: Final = 5
 
 Outcome = Literal["passed", "failed", "not reached", "only target hardware", "not asked"]
 OpenEngine = Callable[[Path | None, str], Engine]
@@ -146,10 +145,10 @@ class _Climb:
     def rungs(self) -> list[tuple[str, Callable[[str], Rung]]]:
         """Return the rungs from the lowest."""
         return [
-            ("schema", self._schema),
+            (SCHEMA, self._schema),
             ("golden replay", self._replay),
             ("training", self._training),
-            ("held-out acceptance", self._held_out),
+            (HELD_OUT, self._held_out),
             ("greedy equality", self._greedy),
             ("sampling distribution", self._sampling),
             ("bytes per accepted token", self._bytes),
@@ -195,7 +194,7 @@ class _Climb:
         """It says how it was trained, and the losses fell."""
         place = self._directory / TRAINING
         if not place.exists():
-            return Rung(name, "passed", "trained elsewhere: no record beside the draft", {})
+            return Rung(name, "not asked", "trained elsewhere: no record beside the draft", {})
         said: dict[str, Any] = json.loads(place.read_text())
         first, *_, last = said["log"] or [{"base": 0.0}, {"base": 0.0}]
         fell = last["base"] < first["base"]
@@ -244,6 +243,8 @@ class _Climb:
         statistic, degrees = chi_square(*samples)
         limit = degrees + _SIGMAS * (2 * degrees) ** 0.5
         why = f"chi-square {statistic:.1f} with {degrees} degrees, limit {limit:.1f}"
+        if degrees < FEW_DEGREES:
+            why += ": answers begin too much alike for this to say much"
         evidence = {"num_samples": count, "chi_square": statistic, "degrees": degrees, "limit": limit}
         return Rung(name, "passed" if statistic <= limit else "failed", why, evidence)
 

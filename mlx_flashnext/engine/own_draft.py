@@ -170,7 +170,9 @@ class OwnDraft:
     def notices(self) -> tuple[str, ...]:
         """Return what the gate wants said: warnings, and settings it lowered."""
         said = (each for each in self.verdict.reasons if each.consequence in ("warn", "clamp"))
-        return tuple(f"{each.code}: {each.message}" for each in said)
+        return tuple(
+            f"{each.code}: {each.message}" + (f" ({each.hint})" if each.hint else "") for each in said
+        )
 
     def load(self, view: DraftTarget, dtype: mx.Dtype) -> None:
         """Read the parameters, once the target is there to lend embedding and head.
