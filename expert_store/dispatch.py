@@ -6,7 +6,8 @@ read or a wait. Every method here but `read` runs under it.
 
 No wake-up is lost: whatever makes a ticket readable wakes as many readers as there are such tickets. A guess
 that may not be read now, because enough of them are on the wire, wakes nobody: that number falls only in the
-hands of a reader that looks into the queue next.
+hands of a reader that looks into the queue next. While others read what is demanded from the same drive
+(`give_way_to`), no guess begins; they say when they are done (`wake_for_guesses`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Dispatcher:
         self._clock = clock
         self.watch: StoreWatch | None = None
         self._refusal: StoreError | None = None
+        self._gives_way: Callable[[], bool] = _to_nobody
         # Memory does not change its shape: one look at each slot is enough.
         self._is_checked = {layer: bytearray(shelf.table.num_slots) for layer, shelf in shelves.items()}
 
@@ -161,8 +163,12 @@ class Dispatcher:
         A reader woken for nothing costs the inference thread the interpreter for as long as a useful one.
         """
         num_allowed = self._max_guesses_reading - self.ledger.num_predicted_reading
-        if num_issued and num_allowed > 0:
+        if num_issued and num_allowed > 0 and not self._gives_way():
             self._reader.wake(min(num_issued, num_allowed))
+
+    def give_way_to(self, is_busy: Callable[[], bool]) -> None:
+        """Begin no guess while somebody else's demand is on the drive; asked under the lock, takes none."""
+        self._gives_way = is_busy
 
     def end_unread(self, ticket: Ticket, fate: Fate) -> None:
         """Bring a predicted ticket that was taken out of the queue to its end."""
@@ -202,7 +208,7 @@ class Dispatcher:
         while (ticket := self.queue.first()) is not None:
             is_predicted = ticket.read_class is not _EXACT
             if is_predicted:
-                if self.ledger.num_predicted_reading >= self._max_guesses_reading:
+                if self.ledger.num_predicted_reading >= self._max_guesses_reading or self._gives_way():
                     return None
                 if not self._find_slot(ticket):
                     self.queue.remove(ticket)
@@ -365,3 +371,7 @@ class RecordTicket(Ticket):
     def evicted(self) -> None:
         """Do what `Guess` says."""
         self._dispatcher.evicted(self)
+
+
+def _to_nobody() -> bool:
+    return False

@@ -292,6 +292,21 @@ class ExpertStore:
         with self._lock:
             self._prefetcher.stop()
 
+    def give_way_to(self, is_busy: Callable[[], bool]) -> None:
+        """Begin no guess while another table's demanded reads are on the same drive.
+
+        Args:
+            is_busy: Whether they are; asked often, under the store's lock, so it may take no lock. Whoever
+                answers calls `resume_guesses` when it turns false.
+        """
+        with self._lock:
+            self._dispatcher.give_way_to(is_busy)
+
+    def resume_guesses(self) -> None:
+        """Tell the readers of guesses that have given way. Any thread; does not block."""
+        with self._lock:
+            self._dispatcher.wake_for_guesses(self._dispatcher.queue.num_predicted)
+
     def set_prefetch_budget(self, budget_bytes: int | None) -> None:
         """Change the bytes that one owner may have read ahead in one generation; None does not limit."""
         with self._lock:

@@ -165,7 +165,6 @@ def main() -> None:
     )
     add_bench_options(parser)
     parser.set_defaults(prompts=1, rounds=2, match_rounds=3)
-    parser.add_argument("--rate", type=float, default=0.0, help="bytes a second of the disk; 0 finds it")
     parser.add_argument("--budgets", type=numbers(int), default=[16])
     parser.add_argument("--widths", type=numbers(int), default=[1, 2, 3, 5, 7])
     parser.add_argument("--accept", type=numbers(float), default=[0.6, 0.8, 1.0])

@@ -84,7 +84,7 @@ class Contender:
         name: what rows call it.
         engine: that it runs in.
         hints: who says what to read ahead; keeps its predictors from answer to answer.
-        drafter: makes who proposes for a recorded prompt; None for plain decode.
+        drafter: makes who proposes for a recorded prompt; None for the engine's own, if it has one.
     """
 
     name: str
@@ -165,7 +165,13 @@ class Turns:
         if one.name not in self._predictors:
             layouts = one.engine.checkpoint.experts
             layers = {layer: layout.record.num_experts for layer, layout in layouts.items()}
-            setting = PredictorSetting(layers, one.engine.config.num_experts_per_tok)
+            routes = one.engine.routes
+            setting = PredictorSetting(
+                layers,
+                one.engine.config.num_experts_per_tok,
+                near=routes.near,
+                head=None if routes.sidecar is None else routes.sidecar.head,
+            )
             self._predictors[one.name] = make_predictor(one.hints, setting)
         return self._predictors[one.name]
 

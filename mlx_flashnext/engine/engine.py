@@ -11,18 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-import mlx.core as mx
-
 from drafter.api import Drafter
 from drafter.lookup import LookupDrafter
 from drafter.mtp import MtpDrafter
 from drafter.sidecar import Sidecar
 from expert_store.mirrored import MirroredSource
-from expert_store.prefetch import PrefetchLimits
-from expert_store.rows import RowTable
 from expert_store.source import ByteSource
-from expert_store.store import ExpertStore
-from mlx_flashnext.banks import RowBanks, SlotBanks
 from mlx_flashnext.checkpoint import Checkpoint, open_checkpoint
 from mlx_flashnext.engine.cycle import CycleObserver, Target, Timeline
 from mlx_flashnext.engine.draft_target import DraftTarget
@@ -36,6 +30,8 @@ from mlx_flashnext.engine.learned import NOTHING_LEARNED
 from mlx_flashnext.engine.machine import Machine, detect_machine, prepare_device
 from mlx_flashnext.engine.meter import Meter
 from mlx_flashnext.engine.mtp_view import open_mtp_view
+from mlx_flashnext.engine.open_target import Progress as Progress
+from mlx_flashnext.engine.open_target import open_target, silent
 from mlx_flashnext.engine.own_draft import OwnDraft, find_draft
 from mlx_flashnext.engine.plan import Plan, PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import PredictorSetting, make_predictor
@@ -44,18 +40,8 @@ from mlx_flashnext.engine.sampler import LogitsProcessor, Sampler, SamplingParam
 from mlx_flashnext.engine.sources import open_source
 from mlx_flashnext.engine.verify import Asked, resolve_rule
 from mlx_flashnext.engine.warm import WarmStart, open_warm_start
-from mlx_flashnext.experts import StreamedExperts
-from mlx_flashnext.model.flashnext import FlashNext
-from mlx_flashnext.model.host import HostSync
-from mlx_flashnext.rows import StreamedRows, row_readers
 from mlx_flashnext.tokenizer import Tokenizer
 from mlx_flashnext.weights import CheckpointWeights
-
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    """Report nothing."""
 
 
 class Engine:
@@ -140,7 +126,7 @@ class Engine:
             opened = open_source(checkpoint, wrap_source, plan.verify_reads, request.mirror_directory)
             source = opened.source
             resources.callback(source.close)
-            target, weights = _open_target(checkpoint, source, plan, machine, resources, progress or _silent)
+            target, weights = open_target(checkpoint, source, plan, machine, resources, progress or silent)
             pad_id = 0 if own is None else own.mask_token_id
             loaded = load_routes(routes, target.model.compute_dtype, pad_id)
             new_drafter = _open_drafter(target, weights, plan, own, loaded.sidecar)
@@ -236,49 +222,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _open_target(
-    checkpoint: Checkpoint,
-    source: ByteSource,
-    plan: Plan,
-    machine: Machine,
-    resources: contextlib.ExitStack,
-    progress: Progress,
-) -> tuple[Target, CheckpointWeights]:
-    dtype = mx.bfloat16 if machine.compute_dtype == "bfloat16" else mx.float32
-    weights = CheckpointWeights(
-        checkpoint, source, compute_dtype=dtype, progress=lambda done, total: progress("trunk", done, total)
-    )
-    layouts = checkpoint.expert_layouts(mtp=plan.draft == "mtp")
-    slots = dict.fromkeys(layouts, plan.slots_per_layer)
-    banks = SlotBanks(layouts, slots)
-    records = {layer: layout.record for layer, layout in layouts.items()}
-    # Guesses leave each layer what the widest block can ask of it at once, or half its slots where that is
-    # less: a demand takes the others back, it waits for what is on the wire alone.
-    widest = checkpoint.config.num_experts_per_tok * (plan.num_draft_tokens + 1)
-    kept = min(widest, (plan.slots_per_layer + 1) // 2)
-    store = ExpertStore(
-        records,
-        source,
-        banks,
-        slots=slots,
-        policy=plan.policy,
-        num_readers=plan.num_readers,
-        limits=PrefetchLimits(max_queued=max(1024, sum(slots.values())), min_exact_slots=kept),
-    )
-    resources.callback(store.close)
-    row_banks = RowBanks(checkpoint.ngram, plan.rows_per_buffer)
-    num_row_readers = row_readers(checkpoint.config, plan.num_readers)
-    table = RowTable(checkpoint.ngram.record, source, row_banks, num_readers=num_row_readers)
-    resources.callback(table.close)
-    sync = HostSync()
-    experts = StreamedExperts(store, banks, slots, sync)
-    rows = StreamedRows(table, row_banks, checkpoint.ngram, dtype, weights.ngram_scale())
-    model = FlashNext(checkpoint.config, weights, experts, rows, sync, compute_dtype=dtype)
-    if plan.is_resident:
-        experts.preload(tuple(slots), lambda done, total: progress("experts", done, total))
-    return Target(model, experts, store, rows, sync), weights
 
 
 def asked_routes(checkpoint: Checkpoint, request: PlanRequest, own: OwnDraft | None) -> RouteFiles:

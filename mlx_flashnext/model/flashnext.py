@@ -6,6 +6,9 @@ Invariants:
 F1. N-gram rows are requested before the first layer and waited for just at the layer that adds them.
 F2. A pass stages what it leaves in the block it was given and commits nothing. The returned logits (or the
     stack, without logits) carry what is staged as a dependency, so one wait for them completes both.
+F3. Each layer is submitted, without a wait, once its graph is built: the device runs it while the next one is
+    described. On the demo a token took a tenth longer when all of it was described first, and its n-gram rows
+    were waited for with an idle device (1 of 22 ms).
 
 Source: qwen4exp.md 2.1 and 2.8. There is no final norm: the last operation before the head is the terminal
 mixer.
@@ -154,6 +157,7 @@ class FlashNext:
                 if contraction is not None:
                     # Computed here and now, so that no tapped stack outlives its layer.
                     (stack_TGD,) = mx.depends([stack_TGD], [tapped[index]])
+            mx.async_eval(stack_TGD)
 
         block.stage(staged, staged_ple)
         if logits == "none":

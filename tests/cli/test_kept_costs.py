@@ -103,9 +103,7 @@ def test_the_second_process_drafts_at_once_where_the_first_found_it_pays(first, 
 
     cache = changed(first, tmp_path, paying)
     draft = run(model, cache, 4)["statistics"]["draft"]
-    assert draft["proposed_by_slot"][1] > 0, (
-        "the first step is plain, the second cycle proposes two"
-    )
+    assert draft["proposed_by_slot"][1] > 0, "the first step is plain, the second cycle proposes two"
     new = run(model, cache, 4, "--no-warm")["statistics"]["draft"]
     assert new["proposed_by_slot"] == [new["num_cycles"]], "the control: who knows nothing begins with one"
 

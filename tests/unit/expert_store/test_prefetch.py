@@ -76,6 +76,23 @@ def test_a_demand_makes_a_queued_guess_exact_and_gives_it_its_slot():
     assert (got.num_joined, got.num_misses, got.num_exact, len(rig.counting.reads)) == (1, 0, 0, 2)
 
 
+def test_a_guess_gives_way_to_others_on_the_drive_and_a_demand_does_not():
+    rig = make_rig(slots=4, lengths=ONE)
+    busy = [True]
+    rig.store.give_way_to(lambda: busy[0])
+    rig.store.prefetch(hints(0, 1), owner=1, generation=0)
+    assert rig.reader.num_wakes == 0
+    rig.store.request(0, [2])
+    assert read_order(rig) == [2]
+    busy[0] = False
+    woken = rig.reader.num_wakes
+    rig.store.resume_guesses()
+    assert rig.reader.num_wakes == woken + 1
+    assert read_order(rig) == [1]
+    rig.store.resume_guesses()
+    assert rig.reader.num_wakes == woken + 1  # nobody is woken for nothing
+
+
 def test_a_demand_joins_a_guess_on_the_wire_without_a_second_read():
     rig = make_rig(slots=4, lengths=ONE)
     rig.store.prefetch(hints(0, 1), owner=1, generation=0)

@@ -63,13 +63,42 @@ class Rig:
             row_lengths=LENGTHS, num_buffers=num_buffers, rows_per_buffer=rows_per_buffer, guard_bytes=8192
         )
         self.reader = StepReader() if reader is None else reader
-        self.table = RowTable(layout, self.counting, self.memory, reader=self.reader, num_readers=num_readers)
+        self.num_idle = 0
+        self.table = RowTable(
+            layout,
+            self.counting,
+            self.memory,
+            reader=self.reader,
+            num_readers=num_readers,
+            when_idle=self.idle,
+        )
+
+    def idle(self):
+        self.num_idle += 1
 
     def check(self, batch, rows):
         assert len(batch.index) == len(rows)
         for row, place in zip(rows, batch.index, strict=True):
             assert self.memory.row(batch.buffer, place) == row_bytes(row)
         self.memory.check_guards()
+
+
+def test_it_is_busy_until_the_last_read_has_ended_well_or_not_and_says_so_once():
+    broken = OSError(errno.EIO, "broken")
+    rig = Rig(wrap=lambda source: FaultySource(source, lambda number, *_: broken if number == 1 else None))
+    assert not rig.table.is_busy
+    batches = [rig.table.gather([0, 7]), rig.table.gather([12])]
+    num_idle = []
+    for _ in range(3):
+        assert rig.table.is_busy
+        num_idle.append(rig.num_idle)
+        rig.reader.step()
+    assert (num_idle, rig.num_idle, rig.table.is_busy) == ([0, 0, 0], 1, False)
+    with pytest.raises(SourceFailed):
+        batches[0].wait()
+    rig.table.gather([1])
+    rig.table.close()  # what is queued fails: nothing gives way to it for ever
+    assert (rig.num_idle, rig.table.is_busy) == (2, False)
 
 
 @given(rows=st.lists(st.integers(0, NUM_ROWS - 1), max_size=16), num_readers=st.integers(1, 3))

@@ -32,12 +32,14 @@ def test_one_wait_per_layer_when_experts_are_streamed(directory: Path) -> None:
 
 def test_no_wait_when_every_expert_is_resident(directory: Path) -> None:
     tiny = TinyModel.open(directory)
+    submit = mx.async_eval
     with (
         mock.patch.object(mx, "eval", side_effect=AssertionError),
-        mock.patch.object(mx, "async_eval", side_effect=AssertionError),
+        mock.patch.object(mx, "async_eval", side_effect=submit) as submitted,
     ):
         advance(tiny.model, [1, 2, 3], tiny.model.new_state())
     assert tiny.sync.num_syncs == 0
+    assert submitted.call_count == tiny.config.num_hidden_layers  # F3
 
 
 def test_both_waits_are_counted() -> None:
@@ -56,7 +58,8 @@ def test_ids_are_submitted_alone_and_the_shared_expert_before_the_host_waits(dir
         mock.patch.object(moe, "to_host", lambda *a: (events.append("wait"), wait(*a))[1]),
     ):
         advance(tiny.model, [1], tiny.model.new_state())
-    assert events == ["submit 1", "submit 1", "wait"] * tiny.config.num_hidden_layers
+    # Ids, shared expert, the wait for the ids; then the layer's end, while the next one is built (F3).
+    assert events == ["submit 1", "submit 1", "wait", "submit 1"] * tiny.config.num_hidden_layers
 
 
 def test_rows_are_requested_before_the_first_layer_and_awaited_at_theirs(directory: Path) -> None:
