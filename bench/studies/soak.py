@@ -57,6 +57,30 @@ class WentWrongError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """What a soak talks to, and between what it switches.
+
+    Attributes:
+        model: a checkpoint that has drafts of every kind in `DRAFTS`.
+        draft: directory of its block draft; None for the one beside it.
+        slots: numbers of slots a layer; the last is all experts.
+        hints: that any drafter goes with.
+        draft_hints: that its block draft goes with.
+    """
+
+    model: Path
+    draft: Path | None
+    slots: tuple[int, ...]
+    hints: tuple[str, ...]
+    draft_hints: tuple[str, ...]
+
+
+DEMO: Final = Setting(
+    demo_dir(), None, (8, 12, 16, 24, 40, 63, 64), ("off", "near-gate", "near-linear"), HINTS
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One turn of a script and what plain decode answers."""
 
@@ -66,25 +90,30 @@ class Question:
     answer: tuple[int, ...]
 
 
+def answered(engine: Engine, prompt: Sequence[int], rng: random.Random) -> Question:
+    """Return a question with what an engine, which is to be a plain one, says in a session of its own."""
+    params = SamplingParams(temperature=0.0)
+    if rng.random() < 0.3:
+        params = SamplingParams(temperature=0.8, seed=rng.getrandbits(32))
+    most = rng.randint(2, 8)
+    events = list(engine.session().generate(prompt, params, max_tokens=most))
+    return Question(tuple(prompt), params, most, tokens_of(events))
+
+
 def write_scripts(num_scripts: int, num_turns: int, seed: int) -> list[list[Question]]:
-    """Return conversations, answered plainly by an engine with every expert resident."""
+    """Return conversations with the demo, answered plainly by an engine with every expert resident."""
     rng, tasks = random.Random(f"scripts {seed}"), sorted(demo_tasks(), key=len)[:SHORTEST]
-    request = PlanRequest(context_tokens=CONTEXT, slots_per_layer=64)
+    request = PlanRequest(context_tokens=CONTEXT, slots_per_layer=DEMO.slots[-1])
     scripts = []
-    with Engine.open(demo_dir(), request) as engine, ChatTemplate.open(demo_dir()) as template:
+    with Engine.open(DEMO.model, request) as engine, ChatTemplate.open(DEMO.model) as template:
         assert engine.plan.is_resident
         for _ in range(num_scripts):
             messages: list[dict[str, Any]] = []
             script: list[Question] = []
             for _ in range(num_turns):
                 messages.append({"role": "user", "content": rng.choice(tasks)})
-                prompt = tuple(engine.tokenizer.encode(template.render(messages)))
-                params = SamplingParams(temperature=0.0)
-                if rng.random() < 0.3:
-                    params = SamplingParams(temperature=0.8, seed=rng.getrandbits(32))
-                most = rng.randint(2, 8)
-                tokens = tokens_of(list(engine.session().generate(prompt, params, max_tokens=most)))
-                script.append(Question(prompt, params, most, tokens))
+                script.append(answered(engine, engine.tokenizer.encode(template.render(messages)), rng))
+                tokens = script[-1].answer
                 messages.append({"role": "assistant", "content": engine.tokenizer.decode(tokens)})
             scripts.append(script)
     return scripts
@@ -99,6 +128,7 @@ class Soak:
     """A process under way.
 
     Args:
+        setting: what it talks to.
         scripts: what is said.
         seed: of everything that is random.
         place: for files of warm starts.
@@ -111,6 +141,7 @@ class Soak:
 
     def __init__(
         self,
+        setting: Setting,
         scripts: Sequence[Sequence[Question]],
         seed: int,
         place: Path,
@@ -118,6 +149,7 @@ class Soak:
     ) -> None:
         self.engine: Engine | None = None
         self.done: Counter[str] = Counter()
+        self._setting = setting
         self._scripts = scripts
         self._rng = random.Random(f"soak {seed}")
         self._place = place
@@ -237,7 +269,7 @@ class Soak:
         assert self.engine is not None
         rng, engine = self._rng, self.engine
         own = LookupDrafter(CONTEXT) if engine.plan.draft == "lookup" and rng.random() < 0.5 else None
-        hints = engine.new_hints(rng.choice(HINTS)) if rng.random() < 0.5 else None
+        hints = engine.new_hints(rng.choice(self._setting.draft_hints)) if rng.random() < 0.5 else None
         self._session = engine.session(own, is_guarded=rng.random() < 0.5, hints=hints)
         engine.target.store.set_prefetch_budget(rng.choice((None, None, 0, 1 << 20)))
         self.done["sessions"] += 1
@@ -249,27 +281,26 @@ class Soak:
         rng = self._rng
         if rng.random() < 0.2:
             with contextlib.suppress(EngineError):
-                Engine.open(demo_dir(), PlanRequest(memory_bytes=1 << 20))
+                Engine.open(self._setting.model, PlanRequest(memory_bytes=1 << 20))
                 raise WentWrongError("a megabyte was enough")
             self.done["plans refused"] += 1
         if rng.random() < 0.2:
             self._fail_to_open()
-        draft = rng.choice(DRAFTS)
+        setting, draft = self._setting, rng.choice(DRAFTS)
         request = PlanRequest(
             context_tokens=CONTEXT,
-            slots_per_layer=rng.choice((8, 12, 16, 24, 40, 63, 64)),
+            slots_per_layer=rng.choice(setting.slots),
             prefill_step=rng.choice((None, 5, 16, 64)),
             policy=rng.choice(("lru", "slru")),
             num_readers=rng.choice((1, 2, 4)),
             draft=draft,
+            draft_directory=setting.draft if draft == "dflash2" else None,
             num_draft_tokens=None if draft == "none" else rng.choice((None, 1, 3)),
             num_snapshots=rng.choice((0, 1, 4)),
-            hints=rng.choice(HINTS)
-            if draft == "dflash2"
-            else rng.choice(("off", "near-gate", "near-linear")),
+            hints=rng.choice(setting.draft_hints if draft == "dflash2" else setting.hints),
         )
         warm = self._place / "warm" if rng.random() < 0.5 else None
-        self.engine = Engine.open(demo_dir(), request, wrap_source=self._breakable, warm_directory=warm)
+        self.engine = Engine.open(setting.model, request, wrap_source=self._breakable, warm_directory=warm)
         self.done[f"opened with {draft}"] += 1
         self.done[f"hints {request.hints}"] += 1
 
@@ -279,10 +310,9 @@ class Soak:
             source.reads_left = self._rng.randrange(100)
             return source  # type: ignore[return-value]
 
+        request = PlanRequest(context_tokens=CONTEXT, slots_per_layer=self._setting.slots[-1])
         with contextlib.suppress(StoreError):
-            Engine.open(
-                demo_dir(), PlanRequest(context_tokens=CONTEXT, slots_per_layer=64), wrap_source=broken
-            ).close()
+            Engine.open(self._setting.model, request, wrap_source=broken).close()
             raise WentWrongError("files that fail were opened")
         self.done["opening failed"] += 1
 
@@ -332,7 +362,7 @@ def main() -> None:
     began, wrong, rests = time.monotonic(), [], []
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as open_files:
         told = open_files.enter_context(options.progress.open("a")) if options.progress else sys.stderr
-        soak = Soak(write_scripts(24, 3, options.seed), options.seed, Path(place))
+        soak = Soak(DEMO, write_scripts(24, 3, options.seed), options.seed, Path(place))
         try:
             rests = [rest for rest in run(soak, options.turns, BLOCK, told) if rest.turns >= options.warm_up]
             wrong = judge(rests)

@@ -2,11 +2,12 @@
 
     python -m bench.studies.peers.checkpoint large OUT --layout mlx
 
-Real widths, so real records; codes on a grid whose points bfloat16, MLX's affine 4 bits and GGUF's Q4_0 all
-hold exactly (`bench.synth.values`). Scales are stored as float32, because every MLX engine computes in
-float32 on a CPU: none has to widen them. `large` has the released number of experts and gives the figures;
-`small` is short of experts, so that the Hugging Face reference holds it in float32. A smallest vision tower
-is there because mlx-vlm will not load without one.
+Codes lie on a grid whose points bfloat16, MLX's affine 4 bits and GGUF's Q4_0 all hold exactly
+(`bench.synth.values`). Scales are stored as float32, because every MLX engine computes in float32 on a CPU:
+none has to widen them. `large` has the released number of experts and top-k, in layers of two fifths of the
+released width: with the released one a token takes a second of two cores, and no answer gets long enough to
+fill a cache. `small` is short of experts, so that the Hugging Face reference holds it in float32. A
+smallest vision tower is there because mlx-vlm will not load without one.
 """
 
 import argparse
@@ -21,9 +22,18 @@ from bench.synth.tensors import text_tensors, vision_tensors
 from bench.synth.tokenizer import write_tokenizer
 from bench.synth.writer import split_files, write_checkpoint
 
+_NARROW: Final = {
+    "vocab_size": 8192, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "hc_lowrank": 128, "ple_embed_dim": 1024, "num_hidden_layers": 8,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [6, 5, 5], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}  # fmt: skip
 SIZES: Final = {
-    "large": {"num_experts": 512, "vocab_size": 16384},
-    "small": {"num_experts": 64, "vocab_size": 8192},
+    "large": {**_NARROW, "num_experts": 512},
+    "small": {**_NARROW, "num_experts": 64},
     "tiny": {**PRESETS["small"].overrides},
 }
 """What each size changes of the synthetic `medium` preset."""

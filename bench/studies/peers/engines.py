@@ -132,7 +132,6 @@ class LlamaCpp:
         threads = len(os.sched_getaffinity(0))
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
-        self._timings: dict[str, Any] = {}
 
     def answer(self, prompt: Sequence[int]) -> Iterator[int]:
         """Ask for one token after the other; the server keeps the sequence."""
@@ -140,10 +139,10 @@ class LlamaCpp:
         while True:
             wish = {
                 "prompt": tokens, "n_predict": 1, "temperature": 0.0, "top_k": 1, "cache_prompt": True,
-                "return_tokens": True, "ignore_eos": False, "n_probs": 0,
+                "n_probs": 1,
             }  # fmt: skip
-            said = self._server.handle_completions(wish)
-            tokens.append(int(said["tokens"][0]))
+            said = self._server.handle_completions(wish)["choices"][0]["logprobs"]["content"]
+            tokens.append(int(said[0]["id"]))
             yield tokens[-1]
 
     def facts(self) -> dict[str, Any]:

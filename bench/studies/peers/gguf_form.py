@@ -42,6 +42,7 @@ def main() -> None:
         def set_vocab(self) -> None:
             """Write the vocabulary."""
             tokens, types, pre = self.get_vocab_base()
+            tokens = [f"w{number}" for number in range(len(tokens))]  # half a character would not be told
             self.gguf_writer.add_tokenizer_model("gpt2")
             self.gguf_writer.add_tokenizer_pre(pre)
             self.gguf_writer.add_token_list(tokens)
