@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cli.console import Console, as_json_value, statistics_line
+from cli.demo_notice import show_vision_notice
 from cli.engine_factory import EngineLike, Services, SessionLike
 from cli.errors import UsageProblem
 from cli.interrupts import Interrupts
@@ -222,6 +223,7 @@ def opened(
     request = replace(plan_request(memory, model, draft), hints=hints.hints)
     engine = services.open_engine(model.directory, request, progress, popularity() if hints.warm else None)
     console.end_progress()
+    show_vision_notice(engine.checkpoint, console)
     for notice in engine.notices:
         console.note(f"note: {notice}")
     if engine.warm.note:

@@ -69,6 +69,11 @@ class HasDigest(Protocol):
         """Return the identity of the checkpoint."""
         ...
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Return the tensors that nothing reads: vision, rotary tables."""
+        ...
+
 
 class HasNote(Protocol):
     """What the command line asks of a warm start."""

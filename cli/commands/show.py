@@ -82,6 +82,9 @@ def _show(console: Console, found: FoundModel, inspection: "Inspection", *, with
     ]
     rows.append(("all", str(sum(len(line.names) for line in inspection.accounts)), size(stored), ""))
     console.table(("tensors", "count", "size", "stored as"), rows, right=(1, 2))
+    if any(line.category == "vision" for line in inspection.accounts):
+        console.line()
+        console.line("vision: not read, flashnext reads text only")
     if not inspection.missing:
         console.line()
         console.line("missing: nothing")

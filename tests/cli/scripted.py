@@ -46,6 +46,7 @@ class Script:
     fail_in_load: tuple[str, str] | None = None
     fail_in_decode: tuple[str, str] | None = None
     digest: str = "d" * 64
+    skipped: list[str] = field(default_factory=list)
 
 
 def store_error(what: tuple[str, str]) -> Exception:
@@ -152,7 +153,7 @@ class ScriptedEngine:
         self.script = script
         self.tokenizer = Tokenizer.open(directory)
         self.notices: tuple[str, ...] = ()
-        self.checkpoint = SimpleNamespace(digest=script.digest)
+        self.checkpoint = SimpleNamespace(digest=script.digest, skipped=tuple(script.skipped))
         self.plan = Plan(script.context_tokens, script.max_context_tokens)
         self.calls: list[SimpleNamespace] = []
         self.is_closed = False

@@ -381,3 +381,14 @@ def test_the_demo_notice_appears_once(cli, monkeypatch, checkpoint):
     assert len(first.stderr.splitlines()) == 1
     assert second.stderr == ""
     assert first.stdout == second.stdout == ""
+
+
+def test_vision_that_is_not_read_is_said_once_of_each_checkpoint(cli):
+    tower = ["model.visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight", "rotary.inv_freq"]
+    first = cli.run("hello", script=Script(["Hi.<|im_end|>"], skipped=tower))
+    assert "note: 2 vision tensors of this checkpoint are not read: flashnext reads text only" in first.stderr
+    assert "vision" not in cli.run("hello", script=Script(["Hi.<|im_end|>"], skipped=tower)).stderr
+    other = Script(["Hi.<|im_end|>"], skipped=tower, digest="e" * 64)
+    assert "vision" not in cli.run("hello", "--quiet", script=other).stderr
+    assert "2 vision tensors" in cli.run("hello", script=other).stderr
+    assert "vision" not in cli.run("hello", script=Script(["Hi.<|im_end|>"], digest="f" * 64)).stderr
