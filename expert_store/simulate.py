@@ -146,10 +146,20 @@ class VirtualReader(Reader):
         self.pass_until(self._clock.now_ns + self.drive.wake_ns)
         return True
 
-    def pass_until(self, time_ns: int) -> None:
-        """Let time pass, and whatever is due meanwhile happen."""
+    def pass_until(self, time_ns: int, record_ns: int = 0) -> None:
+        """Let time pass, and whatever is due meanwhile happen; each record that comes takes so much more."""
         while self._events and self._events[0][0] <= time_ns:
+            if self._events[0][2] is not None:
+                time_ns += record_ns
             self._step()
+        self._clock.reach(time_ns)
+
+    def hold_until(self, time_ns: int) -> None:
+        """Let time pass in which no reader can do anything; what was due happens at its end, in its order."""
+        due = sorted(event for event in self._events if event[0] < time_ns)
+        self._events = [event for event in self._events if event[0] >= time_ns]
+        self._events += [(time_ns, next(self._order), ticket) for _, _, ticket in due]
+        heapq.heapify(self._events)
         self._clock.reach(time_ns)
 
     def _arrange(self, time_ns: int, ticket: RecordTicket | None) -> None:
@@ -261,15 +271,29 @@ class Simulated:
         )
         return cls(store, reader, clock)
 
-    def compute(self, duration_ns: int) -> None:
+    def compute(self, duration_ns: int, record_ns: int = 0) -> None:
         """Let time pass while readers work on.
+
+        Args:
+            duration_ns: What computing takes by itself.
+            record_ns: What every record that comes meanwhile takes from it.
+
+        Raises:
+            StoreError: One is negative.
+        """
+        if min(duration_ns, record_ns) < 0:
+            raise StoreError(f"Nothing takes {min(duration_ns, record_ns)} ns", hint="give zero or more")
+        self._reader.pass_until(self.clock.now_ns + duration_ns, record_ns)
+
+    def hold(self, duration_ns: int) -> None:
+        """Let time pass in which the host keeps readers from working: they need the interpreter as well.
 
         Raises:
             StoreError: It is negative.
         """
         if duration_ns < 0:
             raise StoreError(f"Nothing takes {duration_ns} ns", hint="give zero or more")
-        self._reader.pass_until(self.clock.now_ns + duration_ns)
+        self._reader.hold_until(self.clock.now_ns + duration_ns)
 
     def __enter__(self) -> Self:
         """Return itself; leaving the block closes the store."""

@@ -160,9 +160,9 @@ class ThrottledSource(_Wrapper):
 
     def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
         """Read, then wait until this drive would have been done."""
-        began_s = self._clock()
+        ready_s = self._take_turn(1, sum(view.nbytes for view in views))
         got = self._inner.read_into(file, offset, views)
-        self._finish(began_s, 1, got)
+        self._wait_until(ready_s)
         return got
 
     def read_runs(self, runs: Sequence[ReadOp], views: Sequence[memoryview]) -> int:
@@ -170,18 +170,26 @@ class ThrottledSource(_Wrapper):
 
         One sleep for all of them: a clock that wakes 0.1 ms late would make nine small reads twice as long.
         """
-        began_s = self._clock()
+        ready_s = self._take_turn(len(runs), sum(run.length for run in runs))
         got = self._inner.read_runs(runs, views)
-        self._finish(began_s, len(runs), got)
+        self._wait_until(ready_s)
         return got
 
-    def _finish(self, began_s: float, num_reads: int, num_bytes: int) -> None:
-        """Sleep until reads that began then and have delivered so much would have ended."""
-        ready_s = began_s + num_reads * self._latency_s
+    def _take_turn(self, num_reads: int, num_bytes: int) -> float:
+        """Return when reads that arrive now will be over.
+
+        The turn is taken before the bytes are fetched: taken afterwards, it would go to whoever fetched
+        faster, and a guess could overtake an exact read that was there first.
+        """
+        now_s = self._clock()
+        ready_s = now_s + num_reads * self._latency_s
         if self._bytes_per_s is not None:
             with self._lock:
-                self._free_at_s = max(self._free_at_s, began_s) + num_bytes / self._bytes_per_s
+                self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
                 ready_s = max(ready_s, self._free_at_s)
+        return ready_s
+
+    def _wait_until(self, ready_s: float) -> None:
         left_s = ready_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)

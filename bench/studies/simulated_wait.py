@@ -6,9 +6,10 @@ What the prediction is given, all of it taken apart from the runs it is held aga
 
 - routes and guesses: of one answer to each prompt at the first budget;
 - the drive: its rate, which is set (simulated disk), and what a request costs beside it, from requests of one
-  to four records in a store where nothing computes;
+  to four records in a store of their own;
 - computing: the time from the end of one layer's wait to the next layer's demand, the median of each layer,
-  and what a hand-over takes, with each kind of hints at the first budget, the drive at the page cache's rate.
+  and what a hand-over takes, of a run with each kind of hints at the first budget; and how much longer that
+  time is for every record that is read in it, by least squares over the runs with hints.
 
 Then every budget with every kind of hints is measured in an engine of its own, prompts read beforehand, and
 simulated from cold in the same order. Without hints, hits must be the same to the last one. The bar: exposed
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.studies.turns import Dial
+from expert_store.layout import ReadOp
 from expert_store.lease import Lease
 from expert_store.simulate import Drive
-from expert_store.source import FileSource
+from expert_store.source import ByteSource, FileSource
+from expert_store.stats import StoreStatistics
 from expert_store.store import ExpertStore
 from expert_store.testing import DictMemory, ThrottledSource
 from mlx_flashnext.demo import demo_dir
@@ -56,22 +59,26 @@ class Clocked:
     """What stands in an engine's store for `acquire`: the same, with the time before it, in it and after.
 
     Attributes:
-        gaps_ns: by layer, from the end of the wait before to the demand.
+        count: says how many records were read so far.
+        gaps: by layer, nanoseconds from the end of the wait before to the demand, and records read in them.
         hints_ns: from the demand to the begin of the wait, where hints were handed over.
     """
 
     acquire: Callable[..., Lease]
+    count: Callable[[], int]
     is_on: bool = False
-    gaps_ns: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    gaps: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     hints_ns: list[int] = field(default_factory=list[int])
     _left_ns: int = 0
+    _left_at: int = 0
 
     def __call__(
         self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[], None], **named: Any
     ) -> Lease:
         began_ns = time.perf_counter_ns()
         if self.is_on and self._left_ns:
-            self.gaps_ns.setdefault(layer, []).append(began_ns - self._left_ns)
+            gap = (began_ns - self._left_ns, self.count() - self._left_at)
+            self.gaps.setdefault(layer, []).append(gap)
 
         def clocked() -> None:
             handed_ns = time.perf_counter_ns()
@@ -80,8 +87,50 @@ class Clocked:
                 self.hints_ns.append(time.perf_counter_ns() - handed_ns)
 
         lease = self.acquire(layer, experts, meanwhile=clocked, **named)
-        self._left_ns = time.perf_counter_ns()
+        self._left_at, self._left_ns = self.count(), time.perf_counter_ns()
         return lease
+
+
+class CountingDial(Dial):
+    """A drive whose rate can be changed, and that counts the records it has given.
+
+    Attributes:
+        num_read: records.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_read = 0
+
+    def wrap(self, source: ByteSource) -> ByteSource:
+        """Wrap an engine's files."""
+        return _Counting(self, super().wrap(source))
+
+
+class _Counting(ByteSource):
+    def __init__(self, dial: CountingDial, inner: ByteSource) -> None:
+        self._dial, self._inner = dial, inner
+
+    def read_into(self, file: int, offset: int, views: Sequence[memoryview]) -> int:
+        return self._inner.read_into(file, offset, views)
+
+    def read_runs(self, runs: Sequence[ReadOp], views: Sequence[memoryview]) -> int:
+        got = self._inner.read_runs(runs, views)
+        self._dial.num_read += 1  # off by one where two end together: nobody counts with it
+        return got
+
+    def name(self, file: int) -> str:
+        return self._inner.name(file)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def spin(duration_ns: int) -> None:
+    """Keep the processor busy."""
+    until_ns = time.perf_counter_ns() + duration_ns
+    while time.perf_counter_ns() < until_ns:
+        pass
 
 
 @dataclass(frozen=True)
@@ -90,7 +139,7 @@ class Measured:
 
     wait_ns: float
     token_ns: float
-    store: Any
+    store: StoreStatistics
 
 
 class Bench:
@@ -110,8 +159,8 @@ class Bench:
             self.top_k = engine.config.num_experts_per_tok
             self.num_layers = engine.config.num_hidden_layers
 
-    def open(self, slots: int) -> tuple[Engine, Dial]:
-        dial = Dial()
+    def open(self, slots: int) -> tuple[Engine, CountingDial]:
+        dial = CountingDial()
         context = max(map(len, self.prompts)) + self.options.tokens + 1
         request = PlanRequest(context_tokens=context, slots_per_layer=slots)
         return Engine.open(self.directory, request, wrap_source=dial.wrap), dial
@@ -130,7 +179,7 @@ class Bench:
         total, decode_ns, tokens = None, 0, 0
         with engine:
             store = engine.target.store
-            clocked = Clocked(store.acquire)
+            clocked = Clocked(store.acquire, lambda: dial.num_read)
             if listen:
                 store.acquire = clocked  # type: ignore[method-assign]
             for number, prompt in enumerate(self.prompts):
@@ -175,7 +224,9 @@ class Bench:
                     wanted = [e for e in range(first, first + number) if not store.is_resident(layer, e)]
                     if len(wanted) < number:
                         break
-                    time.sleep(0.002)  # as in a run, readers sleep before they are asked
+                    spin(
+                        2_000_000
+                    )  # as in a run: readers sleep before they are asked, the processor does not
                     began_ns = time.perf_counter_ns()
                     request = store.request(layer, wanted)
                     request.wait().release()
@@ -184,11 +235,25 @@ class Bench:
         return Drive(rate, 0, beside // 2, beside // 4, self.num_readers)
 
 
-def calibrate_compute(clocked: Clocked) -> Compute:
-    """Return what computing took between waits."""
-    layers = sorted(clocked.gaps_ns)
-    gaps = tuple(round(statistics.median(clocked.gaps_ns[layer])) for layer in layers)
-    return Compute(layer_ns=gaps, hint_ns=round(statistics.median(clocked.hints_ns)))
+def record_cost(runs: Sequence[Clocked]) -> float:
+    """Return how much longer a gap is for a record read in it: least squares, every layer by itself."""
+    together = squares = 0.0
+    for one in runs:
+        for gaps in one.gaps.values():
+            time_ns, number = (statistics.fmean(values) for values in zip(*gaps, strict=True))
+            together += sum((gap - time_ns) * (num - number) for gap, num in gaps)
+            squares += sum((num - number) ** 2 for _, num in gaps)
+    return max(0.0, together / squares) if squares else 0.0
+
+
+def calibrate_compute(clocked: Clocked, record_ns: float) -> Compute:
+    """Return what computing took between waits, reading left out."""
+    own = {
+        layer: round(statistics.median(gap - record_ns * number for gap, number in gaps))
+        for layer, gaps in sorted(clocked.gaps.items())
+    }
+    hint_ns = round(statistics.median(clocked.hints_ns))
+    return Compute(layer_ns=tuple(own.values()), hint_ns=hint_ns, record_ns=round(record_ns))
 
 
 def simulate(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> Played:
@@ -215,11 +280,15 @@ def calibrate(bench: Bench) -> tuple[dict[str, SimulatedMachine], dict[str, Answ
     drive = bench.calibrate_drive(options.rate)
     beside_us = (drive.overhead_ns + 2 * drive.wake_ns) / 1e3
     print(f"simulated disk: {options.rate / 1e6:g} MB/s; a request costs {beside_us:.0f} us beside it")
-    machines: dict[str, SimulatedMachine] = {}
     routes: dict[str, Answers] = {}
+    listened: dict[str, Clocked] = {}
     for hints in options.hints:
-        _, routes[hints], clocked = bench.run(options.budgets[0], hints, None, listen=True)
-        compute = calibrate_compute(clocked)
+        _, routes[hints], listened[hints] = bench.run(options.budgets[0], hints, options.rate, listen=True)
+    record_ns = record_cost([one for hints, one in listened.items() if hints != "off"])
+    print(f"a record read while computing takes {record_ns / 1e3:.0f} us from it")
+    machines: dict[str, SimulatedMachine] = {}
+    for hints, clocked in listened.items():
+        compute = calibrate_compute(clocked, record_ns)
         machines[hints] = SimulatedMachine(f"this one, hints {hints}", drive, compute)
         assert isinstance(compute.layer_ns, tuple)
         print(
@@ -227,6 +296,14 @@ def calibrate(bench: Bench) -> tuple[dict[str, SimulatedMachine], dict[str, Answ
             f"{compute.hint_ns / 1e3:.0f} us"
         )
     return machines, routes
+
+
+def _by_cause(store: StoreStatistics, tokens: int) -> dict[str, list[float]]:
+    """Return waits of a token in milliseconds: before the read had begun, and after."""
+    return {
+        cause.name.lower(): [split.queue_ns / tokens / 1e6, split.read_ns / tokens / 1e6]
+        for cause, split in store.waits.items()
+    }
 
 
 def main() -> None:
@@ -270,7 +347,7 @@ def _row(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, 
     said = simulate(bench, answers, machine, slots, hints)
     waits = sorted(run.wait_ns for run in runs)
     waited, took = statistics.median(waits), statistics.median(run.token_ns for run in runs)
-    found = runs[0].store
+    found, tokens = runs[0].store, said.num_tokens
     if hints == "off":
         same = [(said.store.num_hits, said.store.num_misses), (found.num_hits, found.num_misses)]
         assert same[0] == same[1], f"hits and misses differ: simulated {same[0]}, measured {same[1]}"
@@ -298,6 +375,8 @@ def _row(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, 
         "predicted_token_ms": said.token_ns / 1e6,
         "hits": found.num_hits,
         "predicted_hits": said.store.num_hits,
+        "by_cause_ms": _by_cause(found, tokens),
+        "predicted_by_cause_ms": _by_cause(said.store, tokens),
     }
 
 

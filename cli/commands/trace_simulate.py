@@ -123,8 +123,8 @@ def simulate(
     """Play a trace's routes through the store of a machine that is not here.
 
     The store itself runs, with its policy, queue and readahead, on a virtual clock: hits and misses are its
-    own, times are the machine file's. Every figure is simulated, none is measured. Rows of the n-gram table,
-    and what reading costs computing, are not in it.
+    own, times are the machine file's. Every figure is simulated, none is measured. Rows of the n-gram table
+    are not in it.
     """
     from mlx_flashnext.engine.simulated_machine import FREE, read_machine
     from mlx_flashnext.engine.simulated_report import Sweep, sweep, to_dict

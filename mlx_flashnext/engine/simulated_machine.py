@@ -19,8 +19,9 @@ TOML; `FORMAT` and `VERSION` below. Every field has bounds, none is unknown, and
     row_us = 0               # more for every further row of a block
     expert_us = 4            # of every distinct expert of a layer
     sync_us = 80             # of the one wait for the device in a layer
-    hint_us = 0              # of a hand-over of hints, before the layer's wait
+    hint_us = 0              # of a hand-over of hints, before the layer's wait; readers stand still
     pass_us = 1000           # of a pass, before its first layer: head of the last one, embedding, draft
+    record_us = 0            # of every record that is read while computing: what reading takes from it
 
 All of `[compute]` is zero where it is left out: then waits are those of a machine that computes in no time.
 """
@@ -68,6 +69,7 @@ class _Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sync_us: _Time = 0.0
     hint_us: _Time = 0.0
     pass_us: _Time = 0.0
+    record_us: _Time = 0.0
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,8 +90,9 @@ class Compute:
         row_ns: more for every further row.
         expert_ns: of every distinct expert.
         sync_ns: of the wait for the device.
-        hint_ns: of a hand-over of hints.
+        hint_ns: of a hand-over of hints; readers stand still, as they need the interpreter too.
         pass_ns: of a pass, before its first layer.
+        record_ns: of every record that is read while computing.
     """
 
     layer_ns: int | tuple[int, ...] = 0
@@ -98,6 +101,7 @@ class Compute:
     sync_ns: int = 0
     hint_ns: int = 0
     pass_ns: int = 0
+    record_ns: int = 0
 
     def of_layer(self, place: int, num_rows: int) -> int:
         """Return what passes before a layer's experts are known.
@@ -189,6 +193,7 @@ def parse_machine(data: bytes, path: Path = Path("machine")) -> SimulatedMachine
             _ns(compute.sync_us),
             _ns(compute.hint_us),
             _ns(compute.pass_us),
+            _ns(compute.record_us),
         ),
         file.about,
     )
@@ -220,6 +225,7 @@ def write_machine(machine: SimulatedMachine) -> str:
         f"sync_us = {_us(compute.sync_ns)}",
         f"hint_us = {_us(compute.hint_ns)}",
         f"pass_us = {_us(compute.pass_ns)}",
+        f"record_us = {_us(compute.record_ns)}",
     ]
     return "\n".join(lines) + "\n"
 

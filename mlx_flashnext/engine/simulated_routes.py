@@ -153,15 +153,16 @@ def scaled(
     experts_per_stream: int,
     taken: Sequence[int],
     first_layer: int = 0,
+    kept: float = 0.0,
     seed: int = 5,
 ) -> list[RoutedBlock]:
     """Return routes of a wider and deeper model, made of answers of a small one, side by side.
 
     Stream s names experts `experts_per_stream * s` and up: of what a layer of answer s chose for a token, the
-    `taken[s]` that a shuffle of the layer's own puts first. So each stream recurs as the small
-    model's layers do, thinned out; streams know nothing of each other. Layer l takes, for stream s, layer
+    `taken[s]` that a shuffle of the layer's own puts first. So each stream recurs as the small model's layers
+    do, thinned out; streams know nothing of each other. Layer l takes, for stream s, layer
     `first_layer + (l * 5 + s) mod (L - first_layer)` of the small model's L, its experts renamed by that
-    shuffle. Guesses are carried over in the same way, with their confidences.
+    shuffle. Guesses are carried over in the same way, with their confidences: who was right stays right.
 
     Args:
         streams: one answer each, in blocks of one row.
@@ -169,10 +170,14 @@ def scaled(
         experts_per_stream: experts of a layer of the small model.
         taken: experts that each stream contributes to a row.
         first_layer: layers of the small model below this one are not used.
-        seed: of the shuffles.
+        kept: chance that an expert gives way to one that its stream chose for the token before: tokens of a
+            small vocabulary recur less from one to the next than those of a large model do.
+        seed: of the shuffles, and of that chance.
     """
     places = [_shuffled(experts_per_stream, seed + layer) for layer in range(num_layers)]
     sources = sorted(streams[0][0].routes)[first_layer:]
+    chance = random.Random(seed)
+    before: dict[tuple[int, int], list[int]] = {}
     found: list[RoutedBlock] = []
     for together in zip(*streams, strict=False):
         routes: dict[int, list[list[int]]] = {}
@@ -185,16 +190,34 @@ def scaled(
                 source = sources[(layer * 5 + stream) % len(sources)]
                 first = experts_per_stream * stream
                 chosen: Sequence[int] = block.routes[source][0]
-                row += sorted([first + place[expert] for expert in chosen])[:count]
-                ahead = [
+                fresh = sorted([first + place[expert] for expert in chosen])[:count]
+                new_name = _recurring(fresh, before.get((layer, stream), ()), kept, chance)
+                own = [new_name[expert] for expert in fresh]
+                before[layer, stream] = own
+                row += own
+                ahead = sorted(
                     Guess(layer, first + place[expert], confidence)
                     for _, expert, confidence, _ in block.guesses.get(source, ())
-                ]
-                said += sorted(ahead)[:count]
+                )
+                said += [one._replace(expert=new_name.get(one.expert, one.expert)) for one in ahead[:count]]
             routes[layer] = [sorted(row)]
             if said:
                 guesses[layer] = said
         found.append(replace(together[0], routes=routes, guesses=guesses, num_kept=1))
+    return found
+
+
+def _recurring(
+    fresh: Sequence[int], before: Sequence[int], kept: float, chance: random.Random
+) -> dict[int, int]:
+    """Return what stands for each of the experts chosen: itself, or by chance one of the token before."""
+    spare = [expert for expert in before if expert not in fresh]
+    found: dict[int, int] = {}
+    for expert in fresh:
+        if expert not in before and spare and chance.random() < kept:
+            found[expert] = spare.pop(chance.randrange(len(spare)))
+        else:
+            found[expert] = expert
     return found
 
 

@@ -5,7 +5,7 @@ what is read ahead is decided by `Hints` itself, with the predictors of a run. T
 of the model: it says what `cycle.py` and `experts.py` say, in their order, and lets time pass for computing.
 A test holds the outcome of that against a real engine on the same routes, demand by demand.
 
-What is not in it: rows of the n-gram table, the MTP module's own layer, and that reading slows computing.
+What is not in it: rows of the n-gram table, and the MTP module's own layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -235,13 +235,13 @@ class Simulation:
         if isinstance(self._predictor, RecordedGuesses):
             self._predictor.block = block
         tokens = [0] * block.num_rows
-        self._simulated.compute(compute.pass_ns)
+        self._compute(compute.pass_ns)
         self._hand_over(hints.begin(tokens, block.position, is_prefill=block.is_prefill))
         is_revocable = not block.is_prefill and block.num_rows > 1
         order = list(block.routes)
         for layer, after in zip(order, [*order[1:], None], strict=True):
             rows = block.routes[layer]
-            self._simulated.compute(compute.of_layer(self._place[layer], len(rows)))
+            self._compute(compute.of_layer(self._place[layer], len(rows)))
             if after is not None and hints.looks_ahead(layer):
                 hints.expect(after, ())
             self._experts(layer, rows, is_revocable=is_revocable)
@@ -261,7 +261,7 @@ class Simulation:
                 layer, union, owner=OWNER, row_masks=masks, meanwhile=lambda: self._tell(layer, rows)
             )
             self._held.append(lease)
-            self._simulated.compute(expert_ns * len(union))
+            self._compute(expert_ns * len(union))
             return
         half = max(1, self._slots[layer] // 2)
         groups = [union[start : start + half] for start in range(0, len(union), half)]
@@ -271,7 +271,7 @@ class Simulation:
             with request.wait() as lease:
                 if later is not None:
                     request = self.store.request(layer, later, owner=OWNER)
-                self._simulated.compute(expert_ns * len(lease.experts))
+                self._compute(expert_ns * len(lease.experts))
 
     def _tell(self, layer: int, rows: Rows) -> None:
         self._hand_over(self._hints.routed(layer, rows))
@@ -282,7 +282,10 @@ class Simulation:
             generation = self._generation + ahead.passes_ahead
             self.store.prefetch(ahead.hints, owner=OWNER, generation=generation, issued=issued)
             self._hints.accepted(issued)
-            self._simulated.compute(self.machine.compute.hint_ns)
+            self._simulated.hold(self.machine.compute.hint_ns)
+
+    def _compute(self, duration_ns: int) -> None:
+        self._simulated.compute(duration_ns, self.machine.compute.record_ns)
 
     def _idle(self) -> None:
         for lease in self._held:

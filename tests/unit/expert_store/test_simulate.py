@@ -92,6 +92,28 @@ def test_what_is_read_while_computing_is_not_waited_for():
         assert (found.num_prefetched, found.num_joined, found.num_misses) == (1, 1, 0)
 
 
+def test_a_record_that_comes_while_computing_takes_time_from_it():
+    with opened() as simulated:
+        simulated.store.prefetch([Prefetch(1, 5), Prefetch(1, 6)], owner=0, generation=0)
+        began_ns = simulated.clock()
+        simulated.compute(3 * MS, 7_000)  # both are there by then: one reader guesses at a time
+        assert simulated.clock() - began_ns == 3 * MS + 14_000
+        began_ns = simulated.clock()
+        simulated.compute(3 * MS, 7_000)
+        assert simulated.clock() - began_ns == 3 * MS
+
+
+def test_what_is_due_while_the_host_holds_the_interpreter_happens_at_its_end():
+    with opened() as simulated:
+        request = simulated.store.request(0, [1, 2])
+        began_ns = simulated.clock()
+        simulated.hold(5 * MS)  # the readers could not even wake
+        request.wait().release()
+        assert simulated.clock() - began_ns == 5 * MS + 2 * MS + 30_000 + 20_000
+        with pytest.raises(StoreError, match="takes -1 ns"):
+            simulated.hold(-1)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_clock_never_goes_back_and_the_bytes_add_up(seed):
     wanted = demands(seed)
@@ -217,7 +239,9 @@ def test_what_no_drive_is_is_refused():
             Drive(**{name: -1})
     with pytest.raises(StoreError, match="num_readers is below one: 0"):
         Drive(num_readers=0)
-    with opened() as simulated, pytest.raises(StoreError, match="takes -1 ns"):
-        simulated.compute(-1)
+    with opened() as simulated:
+        for times in ((-1, 0), (0, -1)):
+            with pytest.raises(StoreError, match="takes -1 ns"):
+                simulated.compute(*times)
     with pytest.raises(CheckpointCorrupt):
         plain_layouts({0: 4}, 3, reads_per_record=4)

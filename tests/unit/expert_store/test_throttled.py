@@ -39,6 +39,28 @@ def test_records_share_the_bandwidth():
     assert slept == [pytest.approx(0.35)]
 
 
+def test_turns_are_in_the_order_of_arrival_however_long_bytes_take_to_fetch():
+    order: list[str] = []
+
+    class Slow(MemorySource):
+        """While the first record is being fetched, another arrives and is through with it sooner."""
+
+        def read_into(self, file, offset, views):
+            if not order:
+                order.append("first fetches")
+                read(source)
+                order.append("second is over")
+            return super().read_into(file, offset, views)
+
+    slept: list[float] = []
+    source = ThrottledSource(
+        Slow([bytes(range(100))]), bytes_per_s=1000.0, sleep=slept.append, clock=lambda: sum(slept)
+    )
+    read(source)
+    assert order == ["first fetches", "second is over"]
+    assert slept == [pytest.approx(0.2)]  # the second waited for the first one's turn, which is then over
+
+
 def test_a_single_read_is_a_record_of_one():
     source, slept = drive(bytes_per_s=1000.0)
     source.read_into(0, 0, [memoryview(bytearray(100))])

@@ -35,7 +35,7 @@ MACHINES = st.builds(
     SimulatedMachine,
     st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20),
     st.builds(Drive, st.none() | st.floats(1e-3, 1e15), TIMES, TIMES, TIMES, st.integers(1, 256)),
-    st.builds(Compute, TIMES | st.lists(TIMES, min_size=1, max_size=4).map(tuple), *[TIMES] * 5),
+    st.builds(Compute, TIMES | st.lists(TIMES, min_size=1, max_size=4).map(tuple), *[TIMES] * 6),
     st.text(st.characters(exclude_categories=("Cs",)), max_size=50),
 )
 

@@ -1,6 +1,7 @@
 """Recorded routes played through a virtual store: hits are a real engine's, times are arithmetic."""
 
 import io
+import itertools
 import random
 from dataclasses import replace
 
@@ -256,6 +257,35 @@ def test_scaled_routes_recur_as_their_streams_do():
     again = [[replace(block, routes=streams[0][0].routes) for block in stream] for stream in streams]
     same = scaled(again, num_layers=2, experts_per_stream=16, taken=taken)
     assert {str(block.routes) for block in same} == {str(same[0].routes)}
+
+
+def test_scaled_routes_may_recur_more_and_guesses_stay_as_right_as_they_were():
+    def again(blocks):
+        pairs = itertools.pairwise(set(block.routes[0][0]) for block in blocks)
+        return sum(len(one & other) for one, other in pairs)
+
+    def right(blocks):
+        return [
+            sum(
+                guess.expert in block.routes[layer][0]
+                for layer in block.routes
+                for guess in block.guesses[layer]
+            )
+            for block in blocks
+        ]
+
+    plain = random_blocks(9, num=60, num_layers=1)
+    stream = [replace(b, guesses={0: [Guess(0, b.routes[0][0][0]), Guess(0, 15, 0.5)]}) for b in plain]
+    found = [
+        scaled([stream], num_layers=3, experts_per_stream=16, taken=[3], kept=kept)
+        for kept in (0.0, 0.5, 0.9)
+    ]
+    recurring = [again(blocks) for blocks in found]
+    assert recurring == sorted(recurring)
+    assert recurring[0] < recurring[1] < recurring[2]
+    for blocks in found:
+        assert all(len(set(row)) == 3 for block in blocks for (row,) in block.routes.values())
+        assert all(count >= 1 for count in right(blocks))
 
 
 # Refusals.
