@@ -42,7 +42,7 @@ def main() -> None:
     def rate_of(source: ByteSource) -> float:
         got = measure_disk(
             layouts, source, num_readers=given.readers, per_request=given.readers,
-            max_records=given.records, max_seconds=60,
+            max_records=given.records, max_seconds=60, is_compared=True,
         )  # fmt: skip
         return round((got.bytes_per_s or 0) / 1e9, 4)
 
@@ -55,6 +55,7 @@ def main() -> None:
         rate_of(both)
     before = both.read_bytes
     found["both, compared before"] = rate_of(both)
+    assert not both.dropped, both.dropped
     first, mirror = (now - then for now, then in zip(both.read_bytes, before, strict=True))
     found["share of the mirror"] = round(mirror / (first + mirror), 3)
     found["both, with digests"] = rate_of(MirroredSource(drive(0), drive(1), numbers, is_proved=True))

@@ -53,21 +53,28 @@ class DiskRate:
 
 
 class _Landing:
-    """Slots that all layers share: what lands there is never looked at."""
+    """Slots that all layers share, as long as what lands there is never looked at."""
 
-    def __init__(self, lengths: Sequence[int], num_slots: int) -> None:
+    def __init__(self, lengths: Sequence[int], num_slots: int, layers: Sequence[int]) -> None:
+        """Make the memory.
+
+        Args:
+            lengths: of a record's components.
+            num_slots: of each layer.
+            layers: that have slots of their own; all others share.
+        """
         size = sum(lengths)
-        whole = memoryview(bytearray(num_slots * size))
+        whole = memoryview(bytearray((len(layers) + 1) * num_slots * size))
         ends = list(itertools.accumulate(lengths, initial=0))
+        self._first = {layer: (place + 1) * num_slots for place, layer in enumerate(layers)}
         self._views = [
             [whole[slot * size :][begin:end] for begin, end in itertools.pairwise(ends)]
-            for slot in range(num_slots)
+            for slot in range((len(layers) + 1) * num_slots)
         ]
 
     def views(self, layer: int, slot: int) -> Sequence[memoryview]:
         """Return the memory of a slot."""
-        del layer
-        return self._views[slot]
+        return self._views[self._first.get(layer, 0) + slot]
 
 
 def measure_disk(
@@ -79,6 +86,7 @@ def measure_disk(
     max_records: int = 512,
     max_seconds: float = 2.0,
     seed: int = 0,
+    is_compared: bool = False,
 ) -> DiskRate:
     """Read random records for a while.
 
@@ -90,6 +98,7 @@ def measure_disk(
         max_records: stop after so many.
         max_seconds: stop after so long.
         seed: of the draw.
+        is_compared: the source compares what has landed, so no two layers may share slots.
 
     Raises:
         StoreError: a record could not be read.
@@ -107,7 +116,7 @@ def measure_disk(
         if len(by_layer[layer]) == per_request:
             requests.append((layer, by_layer.pop(layer)))
     requests += list(by_layer.items())
-    landing = _Landing(lengths, num_slots)
+    landing = _Landing(lengths, num_slots, list(alike) if is_compared else [])
     slots = dict.fromkeys(alike, num_slots)
     with ExpertStore(alike, source, landing, slots=slots, num_readers=num_readers) as store:
         started = time.perf_counter_ns()

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from expert_store.mirrored import MirroredSource
+from expert_store.source import FileSource
+from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.engine.disk import measure_disk
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.plan import PlanRequest
@@ -76,3 +80,18 @@ def test_a_mirror_that_vanishes_in_the_middle_is_dropped_and_the_answer_goes_on(
         assert engine.mirror is not None
         assert "changed while in use" in engine.mirror.dropped
     assert tokens == alone
+
+
+def test_two_equal_copies_can_be_measured_together(models):
+    """Records are compared where they landed: slots that layers shared would be written meanwhile."""
+    checkpoint = open_checkpoint(models["plain"])
+    layouts = {layer: layout.record for layer, layout in checkpoint.experts.items()}
+    files = checkpoint.table.files
+    both = MirroredSource(
+        FileSource(files), FileSource(files), {number: number for number in range(len(files))}
+    )
+    for _ in range(3):
+        rate = measure_disk(layouts, both, num_readers=4, per_request=4, max_seconds=60, is_compared=True)
+        assert rate.num_records == sum(record.num_experts for record in layouts.values())
+    assert both.dropped == ""
+    assert min(both.read_bytes) > 0
