@@ -1,6 +1,6 @@
 """Does the simulator say how long compute will stand still? Recorded, measured and predicted in one run.
 
-    python -m bench.studies.simulated_wait [--rate 10e6] [--budgets 16,32,48] [--hints off,near-gate,oracle]
+    python -m bench.studies.simulated_wait [--rate 4e6] [--budgets 16,32,48] [--hints off,near-gate,oracle]
 
 What the prediction is given, all of it taken apart from the runs it is held against:
 
@@ -310,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=float, default=10e6, help="bytes a second of the simulated disk")
+    parser.add_argument("--rate", type=float, default=4e6, help="bytes a second of the simulated disk")
     parser.add_argument("--budgets", type=numbers, default=[16, 32, 48], help="slots of a layer")
     parser.add_argument("--hints", type=lambda text: text.split(","), default=list(HINTS))
     parser.add_argument("--prompts", type=int, default=2)
