@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from bench.studies.peers.legs import LEGS
-from bench.studies.peers.run import read_runs, run_missing
+from bench.studies.peers.run import read_runs, run_rounds
 from bench.studies.peers.table import judge, table
 
 
@@ -31,8 +31,12 @@ def main() -> None:
     run.add_argument("results", type=Path)
     run.add_argument("--size", default="large")
     run.add_argument("--legs", nargs="+", choices=LEGS, default=["resident", "half", "two fifths"])
-    run.add_argument("--repetitions", type=int, default=5)
+    run.add_argument("--rounds", type=int, default=5)
     run.add_argument("--seconds", type=float, default=280.0)
+    run.add_argument(
+        "--peer-overhead", type=float, default=0.8e9, help="bytes a peer takes besides its cache"
+    )
+    run.add_argument("--only", help="the one contender to run")
     run.add_argument("--mlx-vlm", default=sys.executable, help="the interpreter that has it")
     run.add_argument("--transformers", default=sys.executable)
     run.add_argument("--llama", default=sys.executable)
@@ -44,9 +48,9 @@ def main() -> None:
             "flashnext": sys.executable, "mlx-vlm": options.mlx_vlm, "transformers": options.transformers,
             "llama.cpp": options.llama,
         }  # fmt: skip
-        left = run_missing(
-            options.work, options.size, options.legs, options.repetitions, options.results, pythons,
-            options.seconds,
+        left = run_rounds(
+            options.work, options.size, options.legs, options.rounds, options.results, pythons,
+            options.seconds, int(options.peer_overhead), options.only,
         )  # fmt: skip
         print(json.dumps({"study": "peers", "missing": left}))
         return

@@ -1,10 +1,9 @@
 """One engine, one process: load, answer, time, count. Run by `python -m bench.studies.peers`, as a script.
 
-Reads one JSON wish from stdin and writes one JSON line for every thing that is done. Two answers: a short
-one that finds nothing in memory (`first`), then one to another prompt (`next`), which is what a
-conversation that has gone on for a while sees. Before the decode of `next` it says "prompt read" and waits
-for a line, so that whoever runs it can change the drive under it. Bytes are the kernel's count of what the
-process had read from the drive.
+Reads one JSON wish a line from stdin and writes one JSON line for every thing that is done. The first wish
+says what to load, each later one what to answer. Between prompt and decode of an answer it says "prompt
+read" and waits for a line, so that whoever runs it can change the drive under it. Bytes are the kernel's
+count of what the process had read from the drive.
 """
 
 import json
@@ -39,20 +38,20 @@ def tell(**said: Any) -> None:
     sys.stdout.flush()
 
 
-def one_answer(engine: Engine, prompt: Sequence[int], num_tokens: int, *, asks: bool) -> dict[str, Any]:
+def one_answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     """Answer once; return times in seconds, bytes and tokens."""
     began, bytes_0, steps = time.perf_counter(), read_bytes(), []
     running = engine.answer(prompt)
     tokens = [next(running)]
     prefill_s, bytes_1 = time.perf_counter() - began, read_bytes()
-    if asks:
-        tell(event="prompt read")
-        sys.stdin.readline()
+    tell(event="prompt read")
+    sys.stdin.readline()
     cpu = cpu_s()
     while len(tokens) < num_tokens:
         began = time.perf_counter()
         tokens.append(next(running))
         steps.append(time.perf_counter() - began)
+    running.close()  # type: ignore[attr-defined]
     return {
         "prefill_s": prefill_s,
         "prefill_bytes": bytes_1 - bytes_0,
@@ -65,16 +64,14 @@ def one_answer(engine: Engine, prompt: Sequence[int], num_tokens: int, *, asks: 
 
 
 def main() -> None:
-    """Do what the wish says."""
+    """Do what the wishes say, until there are no more."""
     wish = json.loads(sys.stdin.readline())
     began = time.perf_counter()
     engine = ENGINES[wish["engine"]](Path(wish["model"]), wish["budget_bytes"], wish["options"])
     tell(event="loaded", load_s=time.perf_counter() - began, load_bytes=read_bytes())
-    first = one_answer(engine, wish["first"], wish["first_tokens"], asks=False)
-    tell(event="first", **first)
-    tell(event="next", **one_answer(engine, wish["next"], wish["next_tokens"], asks=True))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    tell(event="end", peak_rss_bytes=peak, facts=engine.facts())
+    for line in sys.stdin:
+        wish = json.loads(line)
+        tell(event="answered", **one_answer(engine, wish["prompt"], wish["num_tokens"]), facts=engine.facts())
     os._exit(0)  # a peer's threads may not end, and its clean-up is nobody's figure
 
 

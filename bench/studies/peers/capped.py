@@ -7,12 +7,14 @@ another.
 """
 
 import contextlib
+import itertools
 import os
 import time
 from pathlib import Path
 from typing import Final, Self
 
 _V1: Final = Path("/sys/fs/cgroup")
+_NUMBERS: Final = itertools.count()
 
 
 class Unavailable(SystemExit):
@@ -31,7 +33,7 @@ class Box:
         self._memory_bytes = memory_bytes
         device = disk.stat().st_dev
         self._device = f"{os.major(device)}:{os.minor(device)}"
-        name = f"flashnext-peers-{os.getpid()}"
+        name = f"flashnext-peers-{os.getpid()}-{next(_NUMBERS)}"
         self._groups = {kind: _V1 / kind / name for kind in ("memory", "blkio")}
 
     def __enter__(self) -> Self:

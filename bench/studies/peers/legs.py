@@ -1,23 +1,19 @@
-"""What is compared: who runs in which leg, under which cap, with which budget. Entry: `LEGS`, `wish_of`.
+"""What is compared: who runs in which leg, under which cap, with which budget. Entry point: `LEGS`.
 
 A leg is a set of engines that do the same work under the same conditions. The cap is a share of the
 checkpoint's bytes, of the whole process and of what the kernel caches for it. flashnext is given the cap as
 its memory target, less `MARGIN_BYTES`; mlx-vlm, whose setting is that of its expert cache alone, the cap
-less what its process takes besides, found by trying what it survives.
+less what its process takes besides: the least, in steps of 100 MB, with which it survives the smallest cap.
 """
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 MARGIN_BYTES: Final = 64 << 20
-PEER_OVERHEAD_BYTES: Final = 1_300_000_000
-"""What mlx-vlm's process takes besides its expert cache: the least, in steps of 100 MB, that survives the
-caps."""
 SLOW_BYTES_PER_S: Final = 60_000_000
-FIRST_PROMPT, FIRST_TOKENS = 8, 4
-NEXT_PROMPT, NEXT_TOKENS = 16, 17
+FIRST_PROMPT, FIRST_TOKENS = 48, 3
+NEXT_PROMPT, NEXT_TOKENS = 16, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +52,10 @@ class Leg:
     bytes_per_s: int | None
     contenders: tuple[Contender, ...]
 
+    def cap_bytes(self, checkpoint_bytes: int) -> int | None:
+        """Return what a process may have resident, its page cache included."""
+        return None if self.share is None else int(self.share * checkpoint_bytes)
+
 
 _OURS = Contender("flashnext", "flashnext", "mlx")
 _HINTED = Contender("flashnext, near-gate hints", "flashnext", "mlx", {"hints": "near-gate"})
@@ -82,47 +82,21 @@ FORMS: Final = {"mlx": "mlx", "off": "off", "hf": "hf", "gguf": "bf16.gguf"}
 
 
 def prompt_ids(vocab_size: int, length: int, salt: str) -> list[int]:
-    """Return ordinary ids; the same for every engine, others in every repetition."""
+    """Return ordinary ids; the same for every engine, others in every round."""
     rng = random.Random(f"peers {salt}")
     return [rng.randrange(8, vocab_size) for _ in range(length)]
 
 
-def budget_of(leg: Leg, one: Contender, checkpoint_bytes: int) -> int | None:
+def budget_of(leg: Leg, one: Contender, checkpoint_bytes: int, overhead_bytes: int) -> int | None:
     """Return what a contender is told that it may use; None: as much as it likes.
 
     Raises:
         SystemExit: the cap leaves a peer nothing.
     """
-    if leg.share is None:
+    cap = leg.cap_bytes(checkpoint_bytes)
+    if cap is None:
         return None
-    cap = int(leg.share * checkpoint_bytes)
-    budget = cap - (MARGIN_BYTES if one.is_ours else PEER_OVERHEAD_BYTES)
+    budget = cap - (MARGIN_BYTES if one.is_ours else overhead_bytes)
     if budget <= 0:
         raise SystemExit(f"a cap of {cap} bytes leaves {one.name} nothing: take a larger checkpoint")
     return budget
-
-
-def wish_of(
-    leg: Leg, one: Contender, model: Path, text: dict[str, Any], checkpoint_bytes: int, repetition: int
-) -> dict[str, Any]:
-    """Return what `answer.py` is to do.
-
-    Args:
-        leg: the conditions.
-        one: who.
-        model: its form of the checkpoint.
-        text: the text config.
-        checkpoint_bytes: of the MLX form, in the same for all.
-        repetition: its number.
-    """
-    vocab = text["vocab_size"]
-    return {
-        "engine": one.engine,
-        "model": str(model),
-        "budget_bytes": budget_of(leg, one, checkpoint_bytes),
-        "options": {**one.options, "experts": text["num_experts"]},
-        "first": prompt_ids(vocab, FIRST_PROMPT, f"first {repetition}"),
-        "first_tokens": FIRST_TOKENS,
-        "next": prompt_ids(vocab, NEXT_PROMPT, f"next {repetition}"),
-        "next_tokens": NEXT_TOKENS,
-    }

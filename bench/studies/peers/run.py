@@ -1,143 +1,195 @@
-"""Runs what a comparison still lacks, one process at a time; appends a line a run. Entry: `run_missing`.
+"""Asks all contenders in turns, a round at a time, and appends a line an answer. Entry point: `run_rounds`.
 
-The order of the contenders rotates over the repetitions, and all legs of a repetition follow each other, so
-that ratios can be formed within one. A run that is there is not run again: a comparison may be taken in
+Every contender is a process of its own in a box of its own, and all of them stay: one answers, the others
+wait. A round asks each the same prompt, which no round had before, in an order that rotates; so ratios are
+formed within a round, a minute at most apart, and what is measured is a conversation that goes on, not a
+start. The start is told apart. Rounds go on where the last call has stopped: a comparison may be taken in
 pieces.
 """
 
+import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from bench.studies.peers.capped import Box, drop_caches
-from bench.studies.peers.legs import FORMS, LEGS, Contender, wish_of
+from bench.studies.peers.legs import (
+    FIRST_PROMPT,
+    FIRST_TOKENS,
+    FORMS,
+    LEGS,
+    NEXT_PROMPT,
+    NEXT_TOKENS,
+    Contender,
+    Leg,
+    budget_of,
+    prompt_ids,
+)
 
 _SCRIPT: Final = Path(__file__).with_name("answer.py")
-_LONGEST_S: Final = 280.0
 
 Run = dict[str, Any]
 
 
 def read_runs(results: Path) -> list[Run]:
-    """Return the runs that a file holds."""
+    """Return the answers that a file holds."""
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def missing(
-    names: Sequence[str], repetitions: int, runs: Sequence[Run]
-) -> Iterator[tuple[int, str, Contender]]:
-    """Yield repetition, leg and contender of what has still to be run, in order."""
-    there = {(run["repetition"], run["leg"], run["name"]) for run in runs}
-    for repetition in range(repetitions):
-        for name in names:
-            contenders = LEGS[name].contenders
-            turn = repetition % len(contenders)
-            for one in (*contenders[turn:], *contenders[:turn]):
-                if (repetition, name, one.name) not in there:
-                    yield repetition, name, one
+class Talker:
+    """A contender's process.
+
+    Args:
+        python: interpreter.
+        wish: what to load.
+        cap: bytes of its box; None for no cap.
+
+    Attributes:
+        start: what it told of loading.
+    """
+
+    def __init__(self, python: str, wish: Run, cap: int | None) -> None:
+        self._name = f"{wish['engine']} of {Path(wish['model']).name}"
+        self._resources = contextlib.ExitStack()
+        self._box = self._resources.enter_context(Box(cap, Path(wish["model"])))
+        self._process = subprocess.Popen(
+            [python, str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, preexec_fn=self._box.enter,
+        )  # fmt: skip
+        self.start = self._say(wish, "loaded")
+
+    def ask(self, prompt: Sequence[int], num_tokens: int, bytes_per_s: int | None) -> Run:
+        """Return what it told of one answer, decoded with the drive at a rate."""
+        self._say({"prompt": prompt, "num_tokens": num_tokens}, "prompt read")
+        self._box.set_rate(bytes_per_s)
+        try:
+            said = self._say({}, "answered")
+        finally:
+            self._box.set_rate(None)
+        return {**said, "box_peak_bytes": self._box.peak_bytes()}
+
+    def _say(self, wish: Run, event: str) -> Run:
+        """Send a line and return what comes back.
+
+        Raises:
+            SystemExit: the process has ended: a comparison with a gap is none.
+        """
+        talk_in, talk_out = self._process.stdin, self._process.stdout
+        assert talk_in is not None
+        assert talk_out is not None
+        talk_in.write(json.dumps(wish) + "\n")
+        talk_in.flush()
+        for line in talk_out:
+            if line.startswith('{"event"'):  # the rest are a peer's own words
+                said = json.loads(line)
+                assert said.pop("event") == event, line
+                return said
+        why = (
+            "killed for want of memory" if self._box.was_killed() else f"it ended with {self._process.wait()}"
+        )
+        self.close()
+        raise SystemExit(f"{self._name}: {why}")
+
+    def close(self) -> None:
+        """End the process and remove its box."""
+        self._process.kill()
+        self._process.wait()
+        self._resources.close()
 
 
-def run_missing(
+def run_rounds(
     work: Path,
     size: str,
     names: Sequence[str],
-    repetitions: int,
+    rounds: int,
     results: Path,
     pythons: Mapping[str, str],
     seconds: float,
+    overhead_bytes: int,
+    only: str | None = None,
 ) -> int:
-    """Run until all is there or the time is up; return how many runs are still missing.
+    """Run rounds until there are enough or the time is up; return how many are still missing.
 
     Args:
         work: where the forms of the checkpoint lie, `SIZE-mlx`, `SIZE-off` and so on.
         size: of the checkpoint.
-        names: of the legs.
-        repetitions: of each.
-        results: a line of JSON is appended to it for every run.
+        names: of the legs, which are asked together.
+        rounds: wanted in all.
+        results: a line of JSON is appended to it for every answer, a round at a time.
         pythons: the interpreter of each engine.
-        seconds: no run is begun that would probably end later.
+        seconds: no round is begun that would probably end later.
+        overhead_bytes: what a peer's process takes besides its expert cache.
+        only: the name of the contender to run; None for all.
 
     Raises:
-        SystemExit: a form is missing, or a process has failed: a comparison with a gap is none.
+        SystemExit: a form is missing, or a process has failed.
     """
     began, longest = time.monotonic(), 0.0
     mlx = work / f"{size}-mlx"
     text = json.loads((mlx / "config.json").read_text())["text_config"]
-    checkpoint_bytes = sum(file.stat().st_size for file in mlx.glob("*.safetensors"))
-    todo = list(missing(names, repetitions, read_runs(results)))
-    for done, (repetition, name, one) in enumerate(todo):
-        if time.monotonic() - began + longest * 1.15 > seconds:
-            return len(todo) - done
-        since = time.monotonic()
-        leg, model = LEGS[name], work / f"{size}-{FORMS[one.form]}"
-        wish = wish_of(leg, one, model, text, checkpoint_bytes, repetition)
-        cap = None if leg.share is None else int(leg.share * checkpoint_bytes)
-        found = run_one(wish, pythons[one.engine], cap, leg.bytes_per_s)
-        run = {
-            "repetition": repetition, "leg": name, "name": one.name, "size": size, "cap_bytes": cap,
-            "budget_bytes": wish["budget_bytes"], "bytes_per_s": leg.bytes_per_s,
-            "checkpoint_bytes": checkpoint_bytes, **found,
-        }  # fmt: skip
-        with results.open("a") as file:
-            file.write(json.dumps(run) + "\n")
-        longest = max(longest, time.monotonic() - since)
-        print(line_of(run), flush=True)
-    return 0
-
-
-def run_one(wish: Run, python: str, cap: int | None, bytes_per_s: int | None) -> Run:
-    """Run one process in a box, the page cache dropped before; return what it told.
-
-    Raises:
-        SystemExit: it failed, or was killed for want of memory.
-    """
+    total = sum(file.stat().st_size for file in mlx.glob("*.safetensors"))
+    done = {run["round"] for run in read_runs(results) if run["leg"] in names}
+    number = max(done, default=-1) + 1
+    asked = [(name, one) for name in names for one in LEGS[name].contenders if only in (None, one.name)]
     drop_caches()
-    found: Run = {}
-    with Box(cap, Path(wish["model"])) as box:
-        process = subprocess.Popen(
-            [python, str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, preexec_fn=box.enter,
-        )  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            process.stdin.write(json.dumps(wish) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if not line.startswith('{"event"'):
-                    continue  # a peer's own words
-                said = json.loads(line)
-                event = said.pop("event")
-                if event == "prompt read":
-                    box.set_rate(bytes_per_s)
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-                elif event in ("first", "next"):
-                    found[event] = said
-                else:
-                    found |= said
-            process.wait(_LONGEST_S)
-        finally:
-            process.kill()
-            process.wait()
-            errors = process.stderr.read()
-        found |= {"box_peak_bytes": box.peak_bytes()}
-        if box.was_killed() or "facts" not in found:
-            why = "killed for want of memory" if box.was_killed() else errors[-2000:]
-            raise SystemExit(f"{wish['engine']} of {Path(wish['model']).name} did not end: {why}")
-    return found
+    with contextlib.ExitStack() as open_talkers:
+        talkers: dict[tuple[str, str], Talker] = {}
+        for name, one in asked:
+            leg = LEGS[name]
+            key = (one.name, str(leg.share))  # legs that differ by the drive alone share a process
+            if key not in talkers:
+                talkers[key] = open_talker(leg, one, work / f"{size}-{FORMS[one.form]}", text, total,
+                                           overhead_bytes, pythons[one.engine])  # fmt: skip
+                open_talkers.callback(talkers[key].close)
+                warm = prompt_ids(text["vocab_size"], FIRST_PROMPT, "first")
+                talkers[key].start |= {"first": talkers[key].ask(warm, FIRST_TOKENS, None)}
+        while number < rounds and time.monotonic() - began + longest * 1.1 < seconds:
+            since, lines, turn = time.monotonic(), [], number % len(asked)
+            prompt = prompt_ids(text["vocab_size"], NEXT_PROMPT, f"next {number}")
+            for name, one in (*asked[turn:], *asked[:turn]):
+                leg, talker = LEGS[name], talkers[one.name, str(LEGS[name].share)]
+                run = {
+                    "round": number, "leg": name, "name": one.name, "size": size,
+                    "cap_bytes": leg.cap_bytes(total), "bytes_per_s": leg.bytes_per_s,
+                    "budget_bytes": budget_of(leg, one, total, overhead_bytes), "checkpoint_bytes": total,
+                    **talker.start, "next": talker.ask(prompt, NEXT_TOKENS, leg.bytes_per_s),
+                }  # fmt: skip
+                lines.append(run)
+                print(line_of(run), flush=True)
+            _append(results, lines)
+            longest = max(longest, time.monotonic() - since)
+            number += 1
+    return max(0, rounds - number)
+
+
+def open_talker(
+    leg: Leg, one: Contender, model: Path, text: Run, total: int, overhead_bytes: int, python: str
+) -> Talker:
+    """Load a contender in its box."""
+    wish = {
+        "engine": one.engine,
+        "model": str(model),
+        "budget_bytes": budget_of(leg, one, total, overhead_bytes),
+        "options": {**one.options, "experts": text["num_experts"]},
+    }
+    return Talker(python, wish, leg.cap_bytes(total))
 
 
 def line_of(run: Run) -> str:
-    """Return one run in words."""
+    """Return one answer in words."""
     after = run["next"]
     steps = len(after["steps"])
     return (
-        f"{run['repetition']} {run['leg']:10} {run['name']:28} load {run['load_s']:5.1f} s  prefill "
+        f"{run['round']} {run['leg']:10} {run['name']:28} load {run['load_s']:5.1f} s  prefill "
         f"{after['prefill_s']:6.2f} s  decode {steps / after['decode_s']:6.3f} tok/s  "
-        f"{after['decode_bytes'] / steps / 1e6:6.1f} MB/tok  peak {run['box_peak_bytes'] / 1e9:.2f} GB"
+        f"{after['decode_bytes'] / steps / 1e6:6.1f} MB/tok  peak {after['box_peak_bytes'] / 1e9:.2f} GB"
     )
+
+
+def _append(results: Path, lines: Sequence[Run]) -> None:
+    file: IO[str]
+    with results.open("a") as file:
+        file.writelines(json.dumps(run) + "\n" for run in lines)

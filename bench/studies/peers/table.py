@@ -1,6 +1,6 @@
 """Tables and bars from the runs of a comparison. Entry points: `table`, `judge`.
 
-Medians over repetitions; a ratio is formed within a repetition, and its median is shown with the least and
+Medians over rounds; a ratio is formed within a round, and its median is shown with the least and
 the greatest. Where tokens differ from the first contender's, the row says so and from which place on.
 """
 
@@ -55,12 +55,12 @@ FIGURES: Final[dict[str, Callable[[Run], float]]] = {
 
 
 def of(runs: Sequence[Run], leg: str, name: str) -> dict[int, Run]:
-    """Return a contender's runs in a leg, by repetition."""
-    return {run["repetition"]: run for run in runs if (run["leg"], run["name"]) == (leg, name)}
+    """Return a contender's runs in a leg, by round."""
+    return {run["round"]: run for run in runs if (run["leg"], run["name"]) == (leg, name)}
 
 
 def ratio(over: dict[int, Run], under: dict[int, Run], figure: str) -> tuple[float, float, float] | None:
-    """Return median, least and greatest of a figure's ratio over the repetitions that both have."""
+    """Return median, least and greatest of a figure's ratio over the rounds that both have."""
     both = sorted(over.keys() & under.keys())
     each = [FIGURES[figure](over[number]) / FIGURES[figure](under[number]) for number in both]
     return (statistics.median(each), min(each), max(each)) if each else None
@@ -74,7 +74,7 @@ def agreement(one: dict[int, Run], other: dict[int, Run]) -> str:
             pairs = zip(one[number][answer]["tokens"], other[number][answer]["tokens"], strict=True)
             for place, (left, right) in enumerate(pairs):
                 if left != right:
-                    return f"part in repetition {number}, {answer}, token {place}"
+                    return f"part in round {number}, {answer}, token {place}"
                 count += 1
     return f"all {count} equal" if count else "-"
 
@@ -102,7 +102,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 _HEAD: Final = (
-    "| engine | runs | decode tok/s | first answer tok/s | MB/token | prefill tok/s | start to first token s "
+    "| engine | rounds | decode tok/s | first answer tok/s | MB/token | prefill tok/s | to first token s "
     "| CPU s/token | peak GB | decode, flashnext over it | tokens against flashnext |"
 )
 
@@ -112,7 +112,7 @@ def _row(its: dict[int, Run], name: str, ours: dict[int, Run]) -> str:
         return ""
     middle = {key: statistics.median(map(figure, its.values())) for key, figure in FIGURES.items()}
     cpu = statistics.median(run["next"]["decode_cpu_s"] / len(run["next"]["steps"]) for run in its.values())
-    peak = statistics.median(run["box_peak_bytes"] for run in its.values()) / 1e9
+    peak = statistics.median(run["next"]["box_peak_bytes"] for run in its.values()) / 1e9
     over = ratio(ours, its, "decode")
     said = "-" if over is None or name == OURS else _ratio(over)
     cells = (
