@@ -57,9 +57,10 @@ class Capped:
 class Cell:
     """One genre and budget: its two engines, and the sessions that are compared."""
 
-    def __init__(self, plain: Engine, drafted: Engine, genre: str, num_tokens: int) -> None:
+    def __init__(self, plain: Engine, drafted: Engine, genre: str, num_tokens: int, num_prompts: int) -> None:
         self._plain, self._drafted, self._num_tokens = plain, drafted, num_tokens
-        self._prompts = [prompt_of(plain, text) for text in (GENRES[genre], *MORE[genre])]
+        texts = (GENRES[genre], *MORE[genre])[:num_prompts]
+        self._prompts = [prompt_of(plain, text) for text in texts]
         self._told = [answer(plain.session(), prompt, num_tokens)[0] for prompt in self._prompts]
         self._kept = NOTHING_LEARNED
         self.widths: dict[str, list[str]] = {"governor": [], "governor, new": []}
@@ -122,7 +123,7 @@ def measure(options: argparse.Namespace, genre: str, budget: int) -> dict[str, A
     ):
         for dial in dials:
             dial.turn(None if options.throttle is None else options.throttle * 1e6)
-        cell = Cell(plain, engine, genre, options.tokens)
+        cell = Cell(plain, engine, genre, options.tokens, options.prompts)
         runs = cell.contenders(min(options.most, engine.plan.num_draft_tokens))
         rounds = _in_turns(runs, options.rounds, options.seconds)
     return _show(genre, budget, slots, rounds, cell)
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, action="append", default=None)
     parser.add_argument("--most", type=int, default=7, help="largest fixed k")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, choices=(1, 2), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=250.0, help="of a cell; fewer rounds if need be")
     parser.add_argument("--throttle", type=float, default=None, help="simulated disk, MB/s")

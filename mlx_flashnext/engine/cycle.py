@@ -130,8 +130,8 @@ class Timeline:
         self.hints = hints
         self.tokens: list[int] = []
         self.turns: list[TimelineSnapshot] = []
-        if hasattr(drafter, "tells_routes"):
-            cast("RouteDrafter", drafter).tells_routes = hints is not None and hints.wants_routes
+        self._governor = governor
+        self._route_drafter = cast("RouteDrafter", drafter) if hasattr(drafter, "tells_routes") else None
         self.drafting = Drafting(drafter, governor, target.model.config.vocab_size, self.tokens)
         self.generation = 0
         self.observer: CycleObserver | None = None
@@ -169,6 +169,10 @@ class Timeline:
         began_ns = time.perf_counter_ns()
         target, drafting, laps = self.target, self.drafting, self.laps
         target.experts.owner = self.owner
+        if self.hints is not None:
+            self.hints.set_level(self._governor.least_right)
+        if self._route_drafter is not None:
+            self._route_drafter.tells_routes = self.hints is not None and self.hints.wants_routes
         laps.begin()
         proposal = drafting.propose(room, sampler)
         laps.end("draft")

@@ -6,7 +6,8 @@ named once; one that does not pay rests.
 Invariants:
 N1  A drafter in use has observed every row the timeline keeps, once and in order. One that was dropped, or
     rested for long, has seen a gap: it comes back only by `reset`, with the tokens and without the values it
-    missed. One that rested a while is told what it missed before it is asked anything (`rested.py`).
+    missed. One that rested a while is told what it missed before it is asked anything (`rested.py`); one that
+    reads features comes back with the next answer, whose prompt it looks at.
 N2  A proposal is checked before it is used: tokens of this vocabulary, no more than were asked for.
 
 Source: dflash2.md 4.2, 4.4.
@@ -148,6 +149,8 @@ class Drafting:
             if width < 1:
                 return NOTHING
             if self._is_stale:
+                if self._request is not None:
+                    return NOTHING  # what it would say without those rows says nothing of its worth (N1)
                 self._wake(self._next_token)
                 if self._failure is not None:
                     return NOTHING
@@ -191,8 +194,6 @@ class Drafting:
 
     def count(self, num_proposed: int, num_accepted: int, num_tokens: int, cycle_ns: int) -> None:
         """Take note of a cycle that ended well."""
-        if self._drafter is None:
-            return
         self._governor.count(num_proposed, num_accepted, num_tokens, cycle_ns)
         if not num_proposed:
             return

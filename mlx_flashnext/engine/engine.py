@@ -291,7 +291,9 @@ class Session:
         self._drafter = drafter
         self._hints = hints
         earlier = engine.warm.learned if drafter is None else NOTHING_LEARNED
-        self._governor = Governor(engine.plan.num_draft_tokens, is_guarded=is_guarded, earlier=earlier)
+        most = engine.plan.num_draft_tokens
+        first = (most + 1) // 2 if engine.plan.draft == "dflash2" else 1
+        self._governor = Governor(most, is_guarded=is_guarded, earlier=earlier, first_width=first)
         self._timeline: Timeline | None = None
 
     @property

@@ -1,11 +1,12 @@
-"""How many tokens to propose: what pays, and nothing more. Entry point: `Governor`.
+"""How many tokens to propose, and how freely to read ahead: what pays, and nothing more. Entry: `Governor`.
 
 Whether a block of k + 1 rows is cheaper than the plain steps it replaces depends on drafter, text,
 drive and device (verification costs grow with rows on the CPU backend and with every new expert on a slow
 drive). So both sides are measured while the answer runs (`learned.py`), and trying is paid for from a purse
 that gains a small share of plain time and whatever speculation saves. A purse that cannot pay what the next
 cycle is expected to lose means plain decode. What earlier sessions and runs measured (`kept_tables.py`)
-counts as a few observations: with it a session drafts, or rests, from its second cycle on.
+counts as a few observations: with it a session drafts, or rests, from its second cycle on. How sure a guess
+of routes must be follows from what cycles take likewise (`hint_level.py`).
 
 Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
@@ -22,6 +23,7 @@ measured by `python -m bench.studies.speculation_speed guard`. Source: dflash2.m
 from collections import deque
 from typing import Final
 
+from mlx_flashnext.engine.hint_level import HintLevel
 from mlx_flashnext.engine.learned import (
     HARDLY_MEASURED,
     NOTHING_LEARNED,
@@ -34,14 +36,16 @@ from mlx_flashnext.engine.learned import (
 
 TRY_SHARE: Final = 0.01
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
-OPENING_STEPS: Final = 1.0
+OPENING_STEPS: Final = 2.0
 """Plain steps that an answer may lose before it has gained anything; also the most that a try waits for."""
-TRUST_STEPS: Final = 2.0
+TRUST_STEPS: Final = 1.0
 """Plain steps more where earlier sessions say that it pays: a few rejections in a row prove nothing."""
 FIRST_STEPS: Final = 2.0
 """Most plain steps that a drafter's first cycle is charged: what it makes once is not its price."""
 LARGEST_STEPS: Final = 32.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
+DEBT_STEPS: Final = 2.0
+"""Most that a purse owes: bad luck of a drafter that pays is not held against it for more than 200 steps."""
 PLAIN_EVERY: Final = 96
 """One cycle of so many is plain, so that the cost of a plain step stays known."""
 EXPLORE_EVERY: Final = 3
@@ -66,7 +70,12 @@ class Governor:
     """
 
     def __init__(
-        self, max_width: int, *, is_guarded: bool = True, earlier: Learned = NOTHING_LEARNED
+        self,
+        max_width: int,
+        *,
+        is_guarded: bool = True,
+        earlier: Learned = NOTHING_LEARNED,
+        first_width: int = 1,
     ) -> None:
         """Start knowing nothing but what was measured before.
 
@@ -74,21 +83,24 @@ class Governor:
             max_width: most proposals of a cycle.
             is_guarded: False always proposes `max_width`: for tests and for measuring what a width costs.
             earlier: what was measured with this model and drafter, as far as it may be trusted here.
+            first_width: to try first, where nothing is known. One proposal costs least, but of a drafter that
+                makes its whole block at once it is the worst bargain.
         """
         self.off_reason: str | None = None
         self.is_resting = False
         self._max_width = max_width
         self._is_guarded = is_guarded
         self._earlier = earlier
-        self._costs = CostTable(earlier)
+        self._costs = CostTable(max_width, earlier)
+        self._hint_level = HintLevel()
         self._survival = SurvivalTable(max_width, earlier)
         self._since_plain = 0
         self._has_drafted = False
         self._num_drafting = self._drafted_tokens = 0
         self._drafting_steps = 0.0
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
-        self._width = 1
-        self._width = self._best_known(max_width)
+        self._width = self._first_width = max(1, min(first_width, max_width))
+        self._width, self._hopeful = self._best_and_hopeful(max_width)
         self._purse = self._opening(earlier.purse)  # in plain steps
         self._review()
 
@@ -134,6 +146,8 @@ class Governor:
             self._has_drafted = True
         else:
             self._costs.measure(num_proposed, cycle_ns)
+            if self._is_guarded:
+                self._hint_level.count(cycle_ns / self._costs.typical_ns(num_proposed))
         plain_ns = self._costs.plain_ns
         if plain_ns is None:
             return
@@ -147,8 +161,13 @@ class Governor:
             self._num_drafting += 1
             self._drafting_steps += steps
             self._drafted_tokens += num_tokens
-        self._purse = min(self._purse + gained, LARGEST_STEPS)
+        self._purse = max(-DEBT_STEPS, min(self._purse + gained, LARGEST_STEPS))
         self._review()
+
+    @property
+    def least_right(self) -> float:
+        """The share of guesses of routes that must be right for such guesses to be read ahead now."""
+        return self._hint_level.least_right
 
     def verdict(self) -> str | None:
         """Return why nothing is proposed now, in words for the statistics line."""
@@ -158,7 +177,7 @@ class Governor:
             cycles = "1 cycle" if self._num_drafting == 1 else f"{self._num_drafting} cycles"
             took, tokens = f"{self._drafting_steps:.2f}", f"{self._drafted_tokens}"
             return f"does not pay here: {cycles} with proposals took {took} plain steps for {tokens} tokens"
-        steps = self._costs.steps(self._width)
+        steps = self._estimate(self._width)
         if steps is None:
             return None
         proposals = "1 proposal" if self._width == 1 else f"{self._width} proposals"
@@ -174,7 +193,7 @@ class Governor:
             return self._earlier
         purse = max(0.0, min(self._purse, OPENING_STEPS))
         num_drafting = self._earlier.num_drafting + self._num_drafting
-        return learned(self._costs, self._survival, self._max_width, purse, num_drafting)
+        return learned(self._costs, self._survival, purse, num_drafting)
 
     def _watch(self, num_proposed: int, num_accepted: int) -> None:
         self._survival.learn(num_proposed, num_accepted)
@@ -185,64 +204,68 @@ class Governor:
                 self.off_reason = f"mean accepted {mean:.2f} over {WATCHED_CYCLES} cycles"
 
     def _opening(self, left: float) -> float:
-        """Return the plain steps to begin with: those `left`, where nothing needs finding out any more."""
-        loss = self._expected_loss()
+        """Return the plain steps to begin with: those `left`, where it is known that nothing pays."""
+        loss = self._known_loss()
         if loss is None:
             return OPENING_STEPS
         return min(left, OPENING_STEPS) if loss > 0 else OPENING_STEPS + TRUST_STEPS
 
-    def _expected_loss(self) -> float | None:
-        """Return the plain steps that a cycle of the width in use is expected to lose; None if not known."""
-        steps = self._costs.steps(self._width)
-        if steps is None or self._costs.weight(self._width) < HARDLY_MEASURED or not self._survival.is_known:
-            return None
-        return steps - self._survival.tokens(self._width)[-1]
+    def _estimate(self, width: int) -> float | None:
+        return self._costs.estimates[width] if width <= self._max_width else None
+
+    def _known_loss(self) -> float | None:
+        """Return the plain steps that a cycle of the best width is expected to lose; None if not known."""
+        steps = self._estimate(self._width)
+        is_known = self._costs.weight(self._width) >= HARDLY_MEASURED and self._survival.is_known
+        return steps - self._survival.tokens(self._width)[-1] if is_known and steps is not None else None
 
     def _review(self) -> None:
         """Decide on the best width and whether to rest; once a cycle, because a cycle asks several times."""
-        self._width = self._best_known(self._max_width)
-        loss = self._expected_loss() or 0.0
+        self._width, self._hopeful = self._best_and_hopeful(self._max_width)
+        loss = 0.0 if self._hopeful is not None else self._known_loss() or 0.0
         can_pay = self._purse > 0 and self._purse >= min(loss, OPENING_STEPS)
         self.is_resting = self._is_guarded and not can_pay and not self._is_known_to_pay()
 
     def _is_known_to_pay(self) -> bool:
         """Return whether the width in use is well measured by this session and gains on plain steps."""
-        steps = self._costs.steps(self._width)
+        steps = self._estimate(self._width)
         if steps is None or self._costs.num_own(self._width) < WELL_MEASURED:
             return False
         return self._survival.tokens(self._width)[-1] > WORTH * steps
 
-    def _best_known(self, most: int) -> int:
-        """Return the width from 1 on with the most tokens a step; the one in use, if that is as good."""
-        tokens = self._survival.tokens(most)
+    def _best_and_hopeful(self, most: int) -> tuple[int, int | None]:
+        """Return the width with the most tokens a step, and one that may turn out to be it, if there is one.
+
+        The best is one whose cost is known, or lies in a line with known ones; the one in use, if that is as
+        good. A width is hopeful if it would be best, and gain, at the least it can cost: what does not pay is
+        found out where that is cheap, or not at all. Until two costs are known, only a width up to twice the
+        one that is: a line needs two points, and a wide block may cost much.
+        """
+        costs, tokens = self._costs, self._survival.tokens(most)
         rates = {
-            width: tokens[width] / (self._costs.steps(width) or 1.0) for width in self._costs.known(most)
+            width: tokens[width] / steps for width in range(1, most + 1) if (steps := costs.estimates[width])
         }
         if not rates:
-            return 1
+            return min(self._first_width, most), None
         best = max(rates, key=lambda width: rates[width])
         if self._width in rates and rates[best] <= WORTH * rates[self._width]:
-            return self._width
-        return best
+            best = self._width
+        widest = most if len(costs.known) > 1 else min(most, 2 * costs.known[0])
+        enough, hopeful = WORTH * max(rates[best], 1.0), None
+        for width in range(1, widest + 1):
+            hope = tokens[width] / costs.least_steps(width)
+            if hope > enough and (width != best or costs.weight(width) < HARDLY_MEASURED):
+                enough, hopeful = hope, width
+        return best, hopeful
 
     def _best_width(self, most: int) -> int:
-        """Return the best width that is known, or one that may turn out to be it."""
-        best = self._best_known(most)
-        steps, tokens = self._costs.steps(best), self._survival.tokens(most)
-        if steps is None:
+        """Return the best width, or a hopeful one: always where the best does not gain, else now and then."""
+        best, hopeful = (self._width, self._hopeful)
+        if most < self._max_width:
+            best, hopeful = self._best_and_hopeful(most)
+        if hopeful is None:
             return best
-        # A width is tried after half of it was, and only if it would be the best at the least it can cost:
-        # what does not pay is found out where that is cheap, or not at all.
-        widest = min(most, 2 * max(self._costs.known(most)))
-        enough = WORTH * tokens[best] / steps
-        hopeful = [
-            width
-            for width in range(1, widest + 1)
-            if width != best and tokens[width] / self._costs.least_steps(width) > enough
-        ]
-        if hopeful:
-            least = min(hopeful, key=self._costs.num_tries)
-            every = EXPLORE_EVERY if self._costs.weight(least) < WELL_MEASURED else REPROBE_EVERY
-            if self._num_drafting % every == every - 1:
-                return least
-        return best
+        steps = self._estimate(best)
+        gains = steps is not None and self._survival.tokens(best)[-1] > WORTH * steps
+        every = EXPLORE_EVERY if self._costs.weight(hopeful) < WELL_MEASURED else REPROBE_EVERY
+        return hopeful if not gains or self._num_drafting % every == every - 1 else best

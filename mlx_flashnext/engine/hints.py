@@ -13,8 +13,8 @@ Invariants:
     H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
     H2  layers are guessed while earlier ones run only where that leads to reads: after `IDLE_PASSES` passes
         without one it is done in one pass of `REST_PASSES`;
-    H3  guesses are handed over only as far as such guesses were right before (worth.py): a predictor that
-        knows nothing costs nothing;
+    H3  guesses are handed over only as far as such guesses were right before (worth.py), and as the governor
+        finds that cycles gain by it (hint_level.py): a predictor that knows nothing costs nothing;
     H4  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
 """
 
@@ -24,6 +24,7 @@ from typing import Final
 
 from drafter.api import RouteHints
 from expert_store.keys import Prefetch, ReadClass
+from mlx_flashnext.engine.hint_level import USUAL
 from mlx_flashnext.engine.predictors import Guess, Predictor, Rows
 from mlx_flashnext.engine.routes import RouteLog
 from mlx_flashnext.engine.worth import Worth
@@ -62,6 +63,7 @@ class Hints:
         self._is_open = self._is_predicting = False
         self._expected: list[Guess] = []
         self._num_accepted = self._num_idle = self._num_resting = 0
+        self._least_right = USUAL
         self._worth = Worth()
         self.num_guesses = 0
         self.stopped = ""
@@ -74,7 +76,12 @@ class Hints:
     @property
     def wants_routes(self) -> bool:
         """Whether a drafter that can is to say which experts its proposals will want."""
-        return self._predictor is not None and self._predictor.wants_routes and not self.stopped
+        is_asked = self._predictor is not None and self._predictor.wants_routes and not self.stopped
+        return is_asked and self._least_right <= 1
+
+    def set_level(self, least_right: float) -> None:
+        """Set the share of guesses that must be right, from the next pass on; above 1 nobody is asked."""
+        self._least_right = least_right
 
     def begin(
         self,
@@ -94,12 +101,14 @@ class Hints:
         """
         self._pass += 1
         self._is_open = True
-        self._is_predicting = self._predictor is not None and not self.stopped and not is_prefill
+        is_asked = self._predictor is not None and not self.stopped and self._least_right <= 1
+        self._is_predicting = is_asked and not is_prefill
         self._expected = []
         self._num_accepted = 0
         if self._is_predicting and self._num_resting:
             self._num_resting -= 1
-        self._worth.begin(self._pass * self._num_layers, may_try=not self._num_resting)
+        deadline = self._pass * self._num_layers
+        self._worth.begin(deadline, may_try=not self._num_resting, least_right=self._least_right)
         if self._log is not None:
             self._log.begin(position, len(tokens))
         self._ask(lambda predictor: predictor.drafted(routes) or ())

@@ -45,6 +45,7 @@ SAME_BUDGET: Final = 1 / 16
 _WORDS_MAX: Final = 400
 _COST_MAX: Final = 1e3
 _COUNT_MAX: Final = 1e6
+_PURSE_MAX: Final = 1e3
 
 
 class _Run(msgspec.Struct, forbid_unknown_fields=False):
@@ -242,8 +243,8 @@ def _check(run: _Run) -> None:
     counts = counts and all(
         passed <= reached for reached, passed in zip(run.reached, run.passed, strict=True)
     )
-    others = [run.purse, run.slots_share]
-    rest = _all_within(others, 0.0, 1.0) and math.isfinite(run.measured_at) and run.num_drafting >= 0
+    rest = _all_within([run.slots_share], 0.0, 1.0) and _all_within([run.purse], 0.0, _PURSE_MAX)
+    rest = rest and math.isfinite(run.measured_at) and run.num_drafting >= 0
     if not (costs and times and counts and rest and abs(run.measured_at) < 1e12):
         raise _Unusable("it has a figure that cannot have been measured")
 

@@ -5,10 +5,10 @@ Entry points: `Learned`, a value that goes from session to session and from run 
 few observations, so that it decides at first and is outvoted by as many of this session's own.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Final
 
@@ -70,73 +70,86 @@ class CostTable:
     """What a cycle of each width costs: medians in nanoseconds, earlier ones scaled by this plain step.
 
     Args:
+        num_slots: most proposals of a cycle.
         earlier: what was measured before this session.
+
+    Attributes:
+        known: widths from 1 on that have a cost, ascending.
+        estimates: for every width from 0 on what it costs in plain steps, as measured or in a line with
+            others, a plain step among the narrower ones; None if neither. A proposal of a whole block costs
+            much once and little for every token, one that was looked up nothing and then every row: two
+            widths tell them apart.
     """
 
-    def __init__(self, earlier: Learned) -> None:
+    def __init__(self, num_slots: int, earlier: Learned) -> None:
+        self._num_slots = num_slots
         self._costs = earlier.costs
         self._times = tuple(min(each, MOST_TRUST) for each in earlier.times)
         self._own: dict[int, deque[int]] = {}
-        self._typical_ns: dict[int, float] = {}  # kept, because every cycle asks for all of them
-        self._num_measured: Counter[int] = Counter()
+        self._typical_ns: dict[int, float] = {}
+        self._refresh()
 
     def measure(self, width: int, cycle_ns: int) -> None:
         """Take note of what a cycle cost."""
-        self._num_measured[width] += 1
         self._own.setdefault(width, deque(maxlen=_REMEMBERED)).append(cycle_ns)
         self._typical_ns[width] = self._median_ns(width)
         if width == 0:
             for other in range(1, len(self._costs)):
                 if self._earlier(other) > 0:
                     self._typical_ns[other] = self._median_ns(other)
+        self._refresh()
 
     @property
     def plain_ns(self) -> float | None:
         """What a plain step costs; None before the first."""
         return self._typical_ns.get(0)
 
-    def steps(self, width: int) -> float | None:
-        """Return what a cycle of a width costs in plain steps; None if that is not known."""
-        plain_ns, cost_ns = self._typical_ns.get(0), self._typical_ns.get(width)
-        if plain_ns is not None and cost_ns is not None:
-            return cost_ns / plain_ns
-        if plain_ns is None and self._earlier(width) > 0:
-            return self._costs[width]
-        return 1.0 if width == 0 else None
+    def typical_ns(self, width: int) -> float:
+        """Return what a cycle of a width that was measured takes."""
+        return self._typical_ns[width]
 
     def num_own(self, width: int) -> int:
         """Return the cycles of a width that this session remembers."""
         return len(self._own.get(width, ()))
 
-    def num_tries(self, width: int) -> int:
-        """Return the cycles of a width that this session has measured."""
-        return self._num_measured[width]
-
     def weight(self, width: int) -> float:
         """Return the observations that the cost of a width rests on, earlier ones included."""
         return self.num_own(width) + self._earlier(width)
 
-    def known(self, most: int) -> list[int]:
-        """Return the widths from 1 to `most` that have a cost."""
-        return [width for width in range(1, most + 1) if self.steps(width) is not None]
-
     def least_steps(self, width: int) -> float:
-        """Return the least a width may cost: as measured, less the error, or what a narrower one costs."""
-        weight, steps = self.weight(width), self.steps(width)
-        if steps is not None and weight >= HARDLY_MEASURED:
-            return steps * (1 - DOUBT / weight**0.5)
-        sure = [each for each in self.known(width - 1) if self.weight(each) >= HARDLY_MEASURED]
-        return max(self.steps(each) or 0.0 for each in (0, *sure))
+        """Return the least a width may cost: what is known, less its error, or what a narrower one costs."""
+        weight, steps = self.weight(width), self.estimates[width]
+        if steps is None:
+            return max(self.estimates[each] or 0.0 for each in (0, *self.known) if each < width)
+        doubt = DOUBT if weight >= HARDLY_MEASURED else HARDLY_MEASURED * DOUBT
+        return steps * (1 - doubt / max(1.0, weight) ** 0.5)
 
-    def in_steps(self, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def in_steps(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return costs in plain steps up to the widest known, and what they rest on: a gap on nothing."""
-        widest = max(self.known(most), default=0)
         costs, times = [1.0], [min(MOST_TRUST, self.weight(0))]
-        for width in range(1, widest + 1):
-            steps = self.steps(width)
-            costs.append(costs[-1] if steps is None else steps)
-            times.append(0.0 if steps is None else min(MOST_TRUST, self.weight(width)))
+        for width in range(1, max(self.known, default=0) + 1):
+            costs.append(self.estimates[width] or costs[-1])
+            times.append(min(MOST_TRUST, self.weight(width)) if width in self.known else 0.0)
         return tuple(costs), tuple(times)
+
+    def _refresh(self) -> None:
+        """Bring `known` and `estimates` up to date; once a measurement: a cycle asks for all widths."""
+        found = [1.0, *(self._steps(width) for width in range(1, self._num_slots + 1))]
+        self.known = [width for width in range(1, len(found)) if found[width] is not None]
+        points = [(width, steps) for width in self.known if (steps := found[width]) is not None]
+        for width in range(1, len(found)):
+            if found[width] is None and points:
+                if width < points[0][0]:
+                    found[width] = _in_line(width, [(0, 1.0), points[0]])
+                elif len(points) > 1:
+                    found[width] = _in_line(width, points)
+        self.estimates = found
+
+    def _steps(self, width: int) -> float | None:
+        plain_ns, cost_ns = self._typical_ns.get(0), self._typical_ns.get(width)
+        if plain_ns is not None and cost_ns is not None:
+            return cost_ns / plain_ns
+        return self._costs[width] if plain_ns is None and self._earlier(width) > 0 else None
 
     def _earlier(self, width: int) -> float:
         return self._times[width] if 0 < width < len(self._costs) else 0.0
@@ -147,6 +160,21 @@ class CostTable:
         if earlier > 0 and 0 in self._typical_ns:
             times += [self._costs[width] * self._typical_ns[0]] * max(1, round(earlier))
         return median(times)
+
+
+def _in_line(width: int, points: Sequence[tuple[int, float]]) -> float:
+    """Return the cost of a width between two known ones, or beyond them by the line through the outer ones.
+
+    Args:
+        width: the first known one or a wider one.
+        points: widths, ascending, with their costs; two at least.
+    """
+    for (left, low), (right, high) in pairwise(points):
+        if left <= width <= right:
+            return low + (high - low) * (width - left) / (right - left)
+    (first, low), (last, high) = points[0], points[-1]
+    slope = max(0.0, (high - low) / (last - first))
+    return high + slope * (width - last)
 
 
 class SurvivalTable:
@@ -189,11 +217,9 @@ class SurvivalTable:
         return tuple(self._reached), tuple(self._passed)
 
 
-def learned(
-    costs: CostTable, survival: SurvivalTable, num_slots: int, purse: float, num_drafting: int
-) -> Learned:
+def learned(costs: CostTable, survival: SurvivalTable, purse: float, num_drafting: int) -> Learned:
     """Return what tables came to, for the next session."""
-    steps, times = costs.in_steps(num_slots)
+    steps, times = costs.in_steps()
     reached, passed = survival.counts()
     whole = Learned(steps, times, reached, passed, purse, num_drafting)
     return whole.trusted(MOST_TRUST, MOST_TRUST)

@@ -96,6 +96,11 @@ class OverheardHints(Hints):
         """See `Hints`."""
         return self._inner is not None and self._inner.wants_routes
 
+    def set_level(self, least_right: float) -> None:
+        """See `Hints`."""
+        if self._inner is not None:
+            self._inner.set_level(least_right)
+
     def begin(
         self,
         tokens: Sequence[int],

@@ -1,7 +1,8 @@
 """Whether guesses are worth their reads, learned from what became of earlier ones. Entry: `Worth`.
 
-A wrong guess costs what a right one gains: the drive's time for one record. So a guess is let in only if
-those as sure as it were right at least every other time. Judged are guesses that led to a read, by whether
+A wrong guess costs at most what a right one gains: the drive's time for one record. So a guess is let in only
+if those as sure as it were right at least every other time, or whatever the governor has found to pay
+(`hint_level.py`). Judged are guesses that led to a read, by whether
 the layer chose the expert in the pass they were made for; what was resident anyway cost nothing and proves
 nothing.
 
@@ -14,9 +15,8 @@ from typing import Final
 
 from expert_store.keys import Prefetch
 from mlx_flashnext.engine.guess import Rows
+from mlx_flashnext.engine.hint_level import USUAL
 
-LEAST_RIGHT: Final = 0.5
-"""Share of guesses that must be right: where the drive is busy, a wrong one costs what a right one gains."""
 MAX_TRIES: Final = 64
 """Most withheld guesses that are tried in one pass."""
 _OPENING: Final = (6.0, 8.0)
@@ -32,11 +32,13 @@ class Worth:
     """Counts guesses and right ones, by how sure they were.
 
     Attributes:
+        least_right: share of guesses of one sureness that must have been right for another to be let in.
         num_withheld: guesses that were not let in.
     """
 
     def __init__(self) -> None:
         self.num_withheld = 0
+        self.least_right = USUAL
         self._right = [0.0] * (_LEVELS + 1)
         self._all = [0.0] * (_LEVELS + 1)
         self._total_right, self._total = _OPENING
@@ -46,17 +48,21 @@ class Worth:
         self._tried: set[tuple[int, int]] = set()
         self._num_tries, self._tries_left = 1, 0
 
-    def begin(self, deadline: int, *, may_try: bool) -> None:
+    def begin(self, deadline: int, *, may_try: bool, least_right: float = USUAL) -> None:
         """Begin a pass: forget guesses for passes before it, which nobody judged.
 
         Args:
             deadline: of the pass's first layer.
             may_try: whether withheld guesses may be tried in it.
+            least_right: from now on.
         """
         for late in [one for one in self._open if one < deadline]:
             del self._open[late]
         self._tried = {one for one in self._tried if one[0] >= deadline}
         self._tries_left = self._num_tries if may_try else 0
+        if least_right != self.least_right:
+            self.least_right = least_right
+            self._judge()
 
     @property
     def is_recovering(self) -> bool:
@@ -92,9 +98,12 @@ class Worth:
         chosen = {expert for row in ids_TK for expert in row}
         for expert, level, is_try in guesses:
             self._count(level, is_right=expert in chosen, is_try=is_try)
+        self._judge()
+
+    def _judge(self) -> None:
         overall = _PRIOR * self._total_right / self._total
         self._is_good = [
-            right + overall >= LEAST_RIGHT * (number + _PRIOR)
+            right + overall >= self.least_right * (number + _PRIOR)
             for right, number in zip(self._right, self._all, strict=True)
         ]
 

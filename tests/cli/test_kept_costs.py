@@ -88,7 +88,7 @@ def test_the_second_process_rests_at_once_where_the_first_found_that_it_does_not
     draft = second["statistics"]["draft"]
     assert (draft["num_cycles"], draft["used"]) == (0, "none")
     assert draft["reason"].startswith(
-        "does not pay here, as measured earlier: a cycle with 1 proposal takes 9.00"
+        "does not pay here, as measured earlier: a cycle with 2 proposals takes 9.00"
     )
     [entry] = json.loads(kept(cache).read_bytes())["runs"]
     assert 0.1 < entry["purse"] < 0.45, "20 plain steps save a fifth of one: the next runs go on saving"
