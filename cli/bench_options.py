@@ -244,6 +244,25 @@ class BenchOptions:
             rich_help_panel=_REPORT,
         ),
     ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Also write the report ssd-wait, predictors or draft as one page with pictures, which needs "
+            "no network. A page that is there is replaced, no other file.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
+    from_json: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-json",
+            metavar="FILE",
+            help="Measure nothing: make the page of --html of a report that --json printed before.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
     budgets: Annotated[
         str,
         typer.Option(

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Final, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar
 
 import typer
 
@@ -22,7 +23,7 @@ from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import Console, as_json_value
 from cli.draft_report import draft_report, show_draft_report
 from cli.engine_factory import Services
-from cli.errors import FAILED, OK, UsageProblem
+from cli.errors import FAILED, OK, CommandError, UsageProblem, describe
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import MemoryOptions, ModelOptions
@@ -31,6 +32,9 @@ from cli.predictor_report import predictor_report, show_predictor_report
 from cli.ssd_wait_output import show_report
 from cli.verify_report import show_verify_report, verify_report
 
+if TYPE_CHECKING:
+    from cli.html.place import PagePlace
+
 REPORT_TOKENS = "16"
 DRAFT_REPORT_TOKENS = "64"
 PREDICTOR_TOKENS = "48"
@@ -38,15 +42,18 @@ PLAIN_TOKENS = "128"
 
 _ANSWERS = {"n_gen", "repetitions"}
 _DRAFTS = {"drafts", "draft_model"}
+_PAGE = {"html"}
 READS: Final[Mapping[str | None, set[str]]] = {
     None: {"n_prompt", "n_depth", "hints", *_ANSWERS, *_DRAFTS},
-    "ssd-wait": {"prompts", "budgets", "hints", *_ANSWERS, *_DRAFTS},
+    "ssd-wait": {"prompts", "budgets", "hints", *_ANSWERS, *_DRAFTS, *_PAGE},
     "warm-start": _ANSWERS,
     "verify": set(),
-    "draft": {"prompts", *_ANSWERS, *_DRAFTS},
-    "predictors": {"prompts", "budgets", "hints", "captures", *_ANSWERS, *_DRAFTS},
+    "draft": {"prompts", *_ANSWERS, *_DRAFTS, *_PAGE},
+    "predictors": {"prompts", "budgets", "hints", "captures", *_ANSWERS, *_DRAFTS, *_PAGE},
 }
 """Which options of `BenchOptions` each report looks at; None: plain measuring of speed."""
+SAVED: Final = {"html", "from_json"}
+"""Which of them making a page of a saved report looks at."""
 
 
 class Report(Protocol):
@@ -94,9 +101,14 @@ def bench(
 
     With --report predictors every source of hints says of every verified block what it would have read ahead,
     and is held against what was chosen; then each serves the same answers with the same bytes allowed.
+
+    --html FILE draws ssd-wait, draft or predictors as well: where a token's time goes, a cycle step by step,
+    wait against budget, bytes against recall, what became of reads, acceptance. What is printed is the same.
     """
     if json and measured.output != "md":
         raise UsageProblem(f"Two forms of output: --json and --output {measured.output}", hint="give one")
+    if measured.from_json is not None:
+        return _draw_saved(console, measured.from_json, measured)
     services: Services = context.obj
     form = "json" if json else measured.output
     drafts_left_out = {"draft": ALL_DRAFTS, "predictors": "dflash2"}
@@ -107,6 +119,7 @@ def bench(
             f"Nothing reads --draft-model with --drafts {measured.drafts or 'none'}",
             hint=f"--drafts none,dflash2 --draft-model {measured.draft_model}",
         )
+    place = _place(measured.html)
     found = find_model(model.model)
     if measured.report is not None:
         if form not in ("md", "json"):
@@ -118,8 +131,7 @@ def bench(
                 return OK if checked.is_passed else FAILED
             given = (services, console, found, measured, memory, disk, _answer_tokens(measured))
             if measured.report == "draft":
-                _show(console, form, draft_report(*given, drafts), show_draft_report)
-                return OK
+                return _show(console, form, draft_report(*given, drafts), show_draft_report, place)
             if measured.report == "warm-start":
                 _show(console, form, warm_start_report(*given), show_warm_start)
                 return OK
@@ -127,11 +139,9 @@ def bench(
             if measured.report == "predictors":
                 named = words_of("--hints", measured.hints, BENCH_HINTS) if measured.hints else None
                 known = predictor_report(*given, budgets, drafts, seed, named)
-                _show(console, form, known, show_predictor_report)
-                return OK
+                return _show(console, form, known, show_predictor_report, place)
             hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
-            _show(console, form, ssd_wait_report(*given, budgets, drafts, hints), show_report)
-            return OK
+            return _show(console, form, ssd_wait_report(*given, budgets, drafts, hints), show_report, place)
     request = SpeedRequest(
         prompts=counts("--n-prompt", measured.n_prompt),
         answers=counts("--n-gen", measured.n_gen or PLAIN_TOKENS),
@@ -149,16 +159,37 @@ def bench(
     return OK
 
 
-def _check_read(measured: BenchOptions) -> None:
+def _draw_saved(console: Console, saved: Path, measured: BenchOptions) -> int:
+    """Make the page of a report that was printed before."""
+    from cli.html.place import PagePlace, read_report
+
+    _check_read(measured, SAVED, "with --from-json")
+    if measured.html is None:
+        raise UsageProblem(f"Nothing reads --from-json without --html: {saved}", hint="--html FILE")
+    report = read_report(saved)
+    PagePlace(measured.html).publish(report)
+    console.note(f"page: {measured.html}")
+    return OK
+
+
+def _place(path: Path | None) -> "PagePlace | None":
+    """Return where a page is to go, once it is sure that it can."""
+    if path is None:
+        return None
+    from cli.html.place import PagePlace
+
+    return PagePlace(path)
+
+
+def _check_read(measured: BenchOptions, known: set[str] | None = None, where: str = "") -> None:
     """Refuse options that what was asked for does not look at."""
     plain = BenchOptions()
+    known = {"output", "report", *READS[measured.report]} if known is None else known
+    where = where or (f"with --report {measured.report}" if measured.report else "without --report")
     for option in fields(BenchOptions):
         value = getattr(measured, option.name)
-        if option.name in {"output", "report", *READS[measured.report]} or value == getattr(
-            plain, option.name
-        ):
+        if option.name in known or value == getattr(plain, option.name):
             continue
-        where = f"with --report {measured.report}" if measured.report else "without --report"
         raise UsageProblem(
             f"Nothing reads --{option.name.replace('_', '-')} {where}: {value}", hint="leave it out"
         )
@@ -173,10 +204,29 @@ def _answer_tokens(measured: BenchOptions) -> int:
     return values[0]
 
 
-def _show(console: Console, form: str, report: R, show: Callable[[Console, R], None]) -> None:
-    """Write a report as a document or as a page."""
+def _show(
+    console: Console,
+    form: str,
+    report: R,
+    show: Callable[[Console, R], None],
+    place: "PagePlace | None" = None,
+) -> int:
+    """Write a report as a document or as text, then its page; return the exit code.
+
+    What was measured is printed before anything can go wrong with the page, and says so on stderr alone.
+    """
     console.end_progress()
+    document: Any = as_json_value(report.to_dict())
     if form == "json":
-        console.document(as_json_value(report.to_dict()))
+        console.document(document)
     else:
         show(console, report)
+    if place is None:
+        return OK
+    try:
+        place.publish(document)
+    except CommandError as error:
+        console.failure(describe(error))
+        return error.code
+    console.note(f"page: {place.path}")
+    return OK

@@ -1,0 +1,93 @@
+"""A report as it may come: what is missing, of the wrong kind, or not finite reads as None. Entry: `Node`.
+
+Pages are made of what a run has just measured, and of files that were saved by some version or made by hand.
+What is not there is shown as not known; nothing is guessed in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+MOST_ITEMS: Final = 4096
+"""Items of one list that are shown: more than any run has rows, layers or reads of a cycle."""
+
+
+def exactly(value: float) -> str:
+    """Return a number such that it reads back as the same one."""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+class Node:
+    """A place in a document, there or not."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getitem__(self, key: str | int) -> Node:
+        """Return what is below it: a member by name, an item by place; an empty place if there is none."""
+        value = self.value
+        if isinstance(key, str) and isinstance(value, Mapping):
+            return Node(cast("Mapping[str, Any]", value).get(key))
+        if isinstance(key, int) and isinstance(value, list | tuple):
+            items = cast("Sequence[Any]", value)
+            return Node(items[key] if -len(items) <= key < len(items) else None)
+        return Node(None)
+
+    @property
+    def number(self) -> float | None:
+        """Return a finite number; None for anything else."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+        return number if math.isfinite(number) else None
+
+    @property
+    def whole(self) -> int | None:
+        """Return a whole number."""
+        number = self.number
+        return None if number is None or number != int(number) else int(number)
+
+    @property
+    def flag(self) -> bool | None:
+        """Return a truth value."""
+        return self.value if isinstance(self.value, bool) else None
+
+    @property
+    def text(self) -> str:
+        """Return a text; a number as text, anything else as nothing."""
+        if isinstance(self.value, str):
+            return self.value
+        number = self.number
+        return "" if number is None else exactly(number)
+
+    @property
+    def items(self) -> list[Node]:
+        """Return the items of a list."""
+        if not isinstance(self.value, list | tuple):
+            return []
+        return [Node(item) for item in cast("Sequence[Any]", self.value)[:MOST_ITEMS]]
+
+    @property
+    def members(self) -> list[tuple[str, Node]]:
+        """Return the members of an object, in its order."""
+        if not isinstance(self.value, Mapping):
+            return []
+        pairs = cast("Mapping[Any, Any]", self.value).items()
+        return [(str(key), Node(item)) for key, item in list(pairs)[:MOST_ITEMS]]
+
+    @property
+    def numbers(self) -> list[float | None]:
+        """Return a list of numbers; what is none among them as None."""
+        return [item.number for item in self.items]
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything."""
+        return self.value is not None
