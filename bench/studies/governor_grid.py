@@ -1,11 +1,11 @@
 """Does the governor decode as fast as the best fixed number of proposals, and never much slower than none?
 
-    python -m bench.studies.governor_grid --genre sums --budget 25 [--tokens 96] [--rounds 3] [--throttle 20]
+    python -m bench.studies.governor_grid --cell sums:25 [--tokens 96] [--rounds 3] [--throttle 20]
 
 Cells of a grid of genres and shares of the experts in memory, all nine if none is named; one takes about two
 minutes. In turns, forwards and backwards in one process: plain decode, every fixed k from 1 to `--most`, the
-governor with what its last turn has left (as a second run finds it, `kept_tables.py`), and the governor that
-knows nothing. Each round compares what ran in it with itself only; ratios are medians over rounds of
+governor with what its earlier turns have left (as a later run finds it, `kept_tables.py`), and the governor
+that knows nothing. Each round compares what ran in it with itself only; ratios are medians over rounds of
 nanoseconds a token. Plain decode has an engine of its own with the same slots; the rest share one engine, and
 answers must be the same tokens.
 
@@ -125,6 +125,8 @@ def measure(options: argparse.Namespace, genre: str, budget: int) -> dict[str, A
             dial.turn(None if options.throttle is None else options.throttle * 1e6)
         cell = Cell(plain, engine, genre, options.tokens, options.prompts)
         runs = cell.contenders(min(options.most, engine.plan.num_draft_tokens))
+        for _ in range(options.learn):
+            runs["governor"]()
         rounds = _in_turns(runs, options.rounds, options.seconds)
     return _show(genre, budget, slots, rounds, cell)
 
@@ -185,8 +187,8 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=demo_dir())
     parser.add_argument("--draft", default="dflash2")
-    parser.add_argument("--genre", choices=tuple(GENRES), action="append", default=None)
-    parser.add_argument("--budget", type=int, action="append", default=None)
+    parser.add_argument("--cell", action="append", default=None, help="such as sums:25; left out: all nine")
+    parser.add_argument("--learn", type=int, default=3, help="earlier runs of the governor that remembers")
     parser.add_argument("--most", type=int, default=7, help="largest fixed k")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, choices=(1, 2), default=2)
@@ -194,11 +196,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=250.0, help="of a cell; fewer rounds if need be")
     parser.add_argument("--throttle", type=float, default=None, help="simulated disk, MB/s")
     options = parser.parse_args()
-    cells = [
-        measure(options, genre, budget)
-        for genre in options.genre or GENRES
-        for budget in options.budget or (25, 50, 100)
-    ]
+    asked = options.cell or [f"{genre}:{budget}" for genre in GENRES for budget in (25, 50, 100)]
+    cells = [measure(options, genre, int(budget)) for genre, budget in (one.split(":") for one in asked)]
     print(json.dumps({"study": "governor_grid", "tokens": options.tokens, "cells": cells}))
 
 

@@ -107,6 +107,13 @@ def expect(
         f"                    {_better_step(num_layers, top_k, record, hits.better, rows, best_tokens, cost)}"
         f" = {_bytes(read.better)} at best",
     ]
+    if rows > 1:
+        unique, plain = top_k * rows**UNIQUE_EXPONENT, top_k * best_tokens
+        steps.append(
+            f"drafting in bytes   a block asks a layer for U_B = {top_k} x {rows}^{UNIQUE_EXPONENT} = "
+            f"{unique:.1f} experts, plain steps for top_k x tau, {plain:.1f} at the best tau of "
+            f"{best_tokens:g}: it saves some from {unique / top_k:.2f} tokens a cycle on"
+        )
     popular = None if demands is None else _popular_share(demands, plan.slots_per_layer)
     if popular is not None:
         steps.append(

@@ -153,6 +153,16 @@ def test_the_arithmetic_can_be_done_again(imagined: dict[str, Checkpoint]) -> No
     assert "25.0 ms computed" in text
 
 
+def test_the_break_even_of_a_draft_is_in_the_arithmetic(imagined: dict[str, Checkpoint]) -> None:
+    """U_B < top_k x tau: 4 rows ask for 10 x 4^0.73 = 27.5 experts, so 2.05 tokens a cycle save no byte."""
+    checkpoint = imagined["4-bit"]
+    for draft, is_told in (("mtp", True), ("none", False)):
+        plan = make_plan(checkpoint, mac_of(32), PlanRequest(context_tokens=8192, draft=draft))
+        text = "\n".join(expect(checkpoint, plan).steps)
+        assert ("U_B = 10 x 4^0.73 = 27.5 experts" in text) == is_told
+        assert ("top_k x tau, 20.5 at the best tau of 2.05: it saves some from 2.75" in text) == is_told
+
+
 def test_without_a_rate_there_is_no_speed(imagined: dict[str, Checkpoint]) -> None:
     plan = make_plan(imagined["2-bit"], mac_of(24), PlanRequest(context_tokens=8192))
     told = expect(imagined["2-bit"], plan)
