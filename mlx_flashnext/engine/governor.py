@@ -12,12 +12,13 @@ Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
     token's own probability (dflash2.md 3.4, rule 8).
 V2  What speculation may lose is bounded: what its first cycle makes once, the opening allowance, `TRY_SHARE`
-    of plain time, and the cycle that empties the purse. An empty one is overdrawn only while a width that
-    this session measured `WELL_MEASURED` times gains on plain steps by what both really cost here. What was
-    measured earlier raises this bound by `TRUST_STEPS` at most.
+    of plain time, the cycle that empties the purse, and one such cycle more for every `DEBT_STEPS` that plain
+    time has earned. An empty purse is overdrawn only while a width that this session measured
+    `WELL_MEASURED` times gains on plain steps by what both really cost here. What was measured earlier raises
+    this bound by `TRUST_STEPS` at most.
 
-How near it comes to the best fixed width is tested on three tables of costs (`test_governor.py`) and
-measured by `python -m bench.studies.speculation_speed guard`. Source: dflash2.md 2.8, 2.9 and G22.
+How near it comes to the best fixed width is tested on four tables of costs (`test_governor.py`) and
+measured by `python -m bench.studies.governor_grid`. Source: dflash2.md 2.8, 2.9 and G22.
 """
 
 from collections import deque
@@ -38,7 +39,7 @@ TRY_SHARE: Final = 0.01
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
 OPENING_STEPS: Final = 2.0
 """Plain steps that an answer may lose before it has gained anything; also the most that a try waits for."""
-TRUST_STEPS: Final = 1.0
+TRUST_STEPS: Final = 2.0
 """Plain steps more where earlier sessions say that it pays: a few rejections in a row prove nothing."""
 FIRST_STEPS: Final = 2.0
 """Most plain steps that a drafter's first cycle is charged: what it makes once is not its price."""

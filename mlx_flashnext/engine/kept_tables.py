@@ -6,7 +6,7 @@ fits it best and leaves one of its own:
 
     the same draft, hints, machine, threads and about as many slots   costs count as `MOST_TRUST` observations
     the same draft elsewhere, or with another budget                  costs count as one
-    either                                                            acceptance counts as `MOST_TRUST` cycles
+    either                                                            acceptance counts as `SURVIVAL_TRUST`
 
 Both halve with every `HALF_LIFE_S`. An entry's date is that of its last measured proposal, so that a run
 which only rests does not make it younger. Nothing in the file is executed, and nothing it says can change an
@@ -27,7 +27,7 @@ from drafter.api import MAX_PROPOSALS
 from expert_store.published import publish
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import usable_cpus, version_of
-from mlx_flashnext.engine.learned import MOST_TRUST, NOTHING_LEARNED, Learned
+from mlx_flashnext.engine.learned import MOST_TRUST, NOTHING_LEARNED, SURVIVAL_TRUST, Learned
 from mlx_flashnext.engine.machine import GIB, Machine
 from mlx_flashnext.engine.plan import Plan
 from mlx_flashnext.regular_file import read_regular
@@ -135,7 +135,7 @@ class KeptTables:
             best.purse if self._is_here(best) else 0.0,
             best.num_drafting,
         )
-        return kept.trusted(costs, age * MOST_TRUST)
+        return kept.trusted(costs, age * min(SURVIVAL_TRUST, max(best.reached, default=0.0)))
 
     def save(self, learned: Learned) -> None:
         """Leave what is known now to the next run; nothing where nobody ever proposed."""

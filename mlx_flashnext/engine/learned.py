@@ -17,7 +17,9 @@ WELL_MEASURED: Final = 8
 DOUBT: Final = 0.1
 """Relative error of one measured cycle; that of a median of n is taken as `DOUBT / sqrt(n)`."""
 MOST_TRUST: Final = float(WELL_MEASURED)
-"""Most observations that anything measured earlier counts as."""
+"""Most observations that a cost measured earlier counts as."""
+SURVIVAL_TRUST: Final = 24.0
+"""Most cycles that acceptance measured earlier counts as: a few rejections in a row are no other text."""
 _REMEMBERED: Final = 31
 _MEMORY: Final = 0.98
 """What a cycle's acceptance is worth one cycle later: a change of text is noticed in some fifty."""
@@ -222,7 +224,7 @@ def learned(costs: CostTable, survival: SurvivalTable, purse: float, num_draftin
     steps, times = costs.in_steps()
     reached, passed = survival.counts()
     whole = Learned(steps, times, reached, passed, purse, num_drafting)
-    return whole.trusted(MOST_TRUST, MOST_TRUST)
+    return whole.trusted(MOST_TRUST, SURVIVAL_TRUST)
 
 
 def _padded(values: Sequence[float], num_slots: int) -> list[float]:

@@ -185,14 +185,14 @@ def block(width: int) -> float:
 
 
 def test_a_draft_that_pays_with_wide_blocks_only_is_found_out() -> None:
-    """Much as measured with the demo's draft: k = 1 takes 1.28 of plain decode's time, k = 6 0.85."""
-    fixed = fixed_rates(block, 0.8)
+    """Much as measured with the demo's draft: one proposal takes longer than none, five to seven far less."""
+    fixed = fixed_rates(block, 0.85)
     assert fixed[1] > 1.2
     assert min(fixed[5:]) == min(fixed) < 0.9
     governor = Governor(7)
-    run(governor, 600, cost=block, accept=0.8)
+    run(governor, 600, cost=block, accept=0.85)
     known = governor.learned()
-    assert mean_rate(lambda: Governor(7, earlier=known), cost=block, accept=0.8) < 1.03 * min(fixed)
+    assert mean_rate(lambda: Governor(7, earlier=known), cost=block, accept=0.85) < 1.03 * min(fixed)
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flashnext.engine.governor import OPENING_STEPS, TRUST_STEPS, Governor
+from mlx_flashnext.engine.governor import DEBT_STEPS, OPENING_STEPS, TRUST_STEPS, TRY_SHARE, Governor
 from mlx_flashnext.engine.kept_tables import FILE_BYTES_MAX, HALF_LIFE_S, MOST_RUNS, KeptTables, TablesKey
-from mlx_flashnext.engine.learned import NOTHING_LEARNED, WELL_MEASURED, Learned
+from mlx_flashnext.engine.learned import NOTHING_LEARNED, Learned
 
 PLAIN_NS = 1_000_000
 KEY = TablesKey("m" * 64, "dflash2", "d" * 64, "off", "some machine, 2 processors", 0.25)
@@ -211,6 +211,6 @@ def test_a_lying_table_costs_no_more_than_it_is_trusted_with(costs):
         governor.count(width, 0, 1, PLAIN_NS * (1 + width))
         spent += 1 + width
         tokens += 1
-    last_cycle, share = 5, 4
-    assert spent - tokens <= OPENING_STEPS + TRUST_STEPS + last_cycle + share + 2
-    assert WELL_MEASURED > 3, "own measurements outvote it only after some"
+    lost_by_one = 4
+    first_and_last, later = 2 * lost_by_one, 400 * TRY_SHARE / DEBT_STEPS * lost_by_one
+    assert spent - tokens <= OPENING_STEPS + TRUST_STEPS + first_and_last + later
