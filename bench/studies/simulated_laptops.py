@@ -420,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=96, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=64, help="of each stream")
     options = parser.parse_args()
     model = imagined()
     rate, memory = EFFICIENCY_FROM

@@ -56,8 +56,14 @@ def record(num_prompts: int, num_tokens: int) -> tuple[dict[int, RecordLayout], 
 
 
 def misses(layouts: Mapping[int, RecordLayout], slots: Mapping[int, int], answers: Answers) -> Misses:
-    """Return what decoding all answers one after the other misses, by layer."""
-    found = dict.fromkeys(layouts, 0)
+    """Return what decoding all answers one after the other misses, by layer.
+
+    What a layer with a slot for every expert reads before it starts is counted too: without that, such a layer
+    would seem to have spared the first read of each record.
+    """
+    found = {
+        layer: one.num_experts if slots[layer] >= one.num_experts else 0 for layer, one in layouts.items()
+    }
     with closing(Simulation(layouts, FREE, slots=slots)) as simulation:
         for blocks in answers:
             simulation.begin_answer(None)

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from expert_store.keys import ReadClass
 from expert_store.layout import RecordLayout
+from expert_store.stats import Fate
 from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.predictors import Predictor, PredictorSetting, make_predictor
 from mlx_flashnext.engine.simulated_machine import SimulatedMachine
@@ -230,9 +232,6 @@ def _cell(
 
 def _joined_guesses(played: Played) -> int:
     """Return the demands that found a guess of theirs under way."""
-    from expert_store.keys import ReadClass
-    from expert_store.stats import Fate
-
     classes = played.store.classes
     guesses = (ReadClass.NEAR, ReadClass.SPECULATIVE)
     return sum(classes[kind].fates[fate].num for kind in guesses for fate in (Fate.JOINED, Fate.LATE))

@@ -22,6 +22,7 @@ from expert_store.prefetch import PrefetchLimits
 from expert_store.simulate import Simulated
 from expert_store.stats import StoreStatistics
 from mlx_flashnext.engine.deltas import plus, since
+from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
 from mlx_flashnext.engine.predictors import Predictor, Previous
@@ -323,6 +324,10 @@ def play_answers(
         answers: blocks of each. Prompts fill slots and do not count; see `Played`.
         predictors: one for each answer.
         num_warm: first blocks of all that do not count either.
+
+    Raises:
+        InvalidRequest: there is no answer.
+        StoreError: of the store.
     """
     total: Played | None = None
     with closing(simulation):
@@ -338,5 +343,5 @@ def play_answers(
             simulation.end_answer()
             total = played if total is None else total.followed_by(played)
     if total is None:
-        raise ValueError("no answer")
+        raise InvalidRequest("There is no answer to play", hint="record one: flashnext trace record")
     return total
