@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli.errors import CommandError
+from cli.hub import parse_name
 from cli.model_path import cached_models, complete_model, find_model
 from cli.settings import hub_cache
 
@@ -137,3 +138,11 @@ def test_completion_offers_what_is_here(hub):
 )
 def test_the_cache_is_where_hugging_face_puts_it(environment, expected):
     assert hub_cache(environment) == Path(expected).expanduser()
+
+
+@pytest.mark.parametrize("look", [find_model, parse_name])
+def test_an_at_without_a_revision_is_not_taken_for_main(look):
+    with pytest.raises(CommandError, match="No revision after the @: org/name@") as caught:
+        look("org/name@")
+    assert caught.value.code == 2
+    assert "org/name" in caught.value.hint
