@@ -1,13 +1,13 @@
 """Do slots that are divided among layers as a trace asks for them save reads, on text that was not seen?
 
-    python -m bench.studies.slots_per_layer [--prompts 16] [--tokens 48] [--budgets 16,32,48]
+    python -m bench.studies.slots_per_layer [--prompts 8] [--tokens 32] [--budgets 16,32,48]
 
-The demo answers prompts, and its routes, prompts included, are played into the store itself on a virtual clock
-(no times, no hints, LRU as in a run). Layers do not share slots, so one sweep over uniform budgets gives every
-layer's misses against its own slots. Of half of the prompts (every other one) that curve decides: slots go one
-by one to where they save the most, along the curve's lower hull, none below what a token needs. Judged by the
-misses of the other half, each way round, against as many slots divided equally. `hindsight` has seen the half
-it is judged by: no division of slots can do better there, but for what the hull leaves out.
+The demo answers prompts, and its routes, prompts included, are played into the store itself on a virtual
+clock (no times, no hints, LRU as in a run). Layers do not share slots, so one sweep over uniform budgets gives
+every layer's misses against its own slots. Of half of the prompts (every other one) that curve decides: slots
+go one by one to where they save the most, along the curve's lower hull, none below what a token needs. Judged
+by the misses of the other half, each way round, against as many slots divided equally. `hindsight` has seen
+the half it is judged by: no division of slots can do better there, but for what the hull leaves out.
 
 No clock is read: the figures are the same on every machine. The last line of stdout is one JSON document.
 """
@@ -58,8 +58,8 @@ def record(num_prompts: int, num_tokens: int) -> tuple[dict[int, RecordLayout], 
 def misses(layouts: Mapping[int, RecordLayout], slots: Mapping[int, int], answers: Answers) -> Misses:
     """Return what decoding all answers one after the other misses, by layer.
 
-    What a layer with a slot for every expert reads before it starts is counted too: without that, such a layer
-    would seem to have spared the first read of each record.
+    What a layer with a slot for every expert reads before it starts is counted too: without that, such a
+    layer would seem to have spared the first read of each record.
     """
     found = {
         layer: one.num_experts if slots[layer] >= one.num_experts else 0 for layer, one in layouts.items()
@@ -146,8 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--budgets", type=numbers, default=[16, 32, 48])
     options = parser.parse_args()
     layouts, top_k, answers = record(options.prompts, options.tokens)
