@@ -3,7 +3,7 @@
     python -m bench.studies.slots_per_layer [--prompts 8] [--tokens 32] [--budgets 16,32,48]
 
 The demo answers prompts, and its routes, prompts included, are played into the store itself on a virtual
-clock (no times, no hints, LRU as in a run). Layers do not share slots, so one sweep over uniform budgets gives
+clock (no times, no hints, LRU as in a run). Layers do not share slots: one sweep over uniform budgets gives
 every layer's misses against its own slots. Of half of the prompts (every other one) that curve decides: slots
 go one by one to where they save the most, along the curve's lower hull, none below what a token needs. Judged
 by the misses of the other half, each way round, against as many slots divided equally. `hindsight` has seen
