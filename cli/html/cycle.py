@@ -80,6 +80,11 @@ class Cycle:
     node: Node
 
     @property
+    def layers(self) -> int:
+        """Streamed layers; none where every expert is in memory."""
+        return len(self.node["layers"].items)
+
+    @property
     def waits(self) -> list[Wait]:
         """Every wait."""
         return [wait for row in self.rows for wait in row.waits]
@@ -131,7 +136,8 @@ def cycle_of(variant: Node) -> Cycle | None:
     ngram = tuple(read for read in reads if read.layer is None)
     if ngram:
         rows = [_without(row, ngram) for row in rows]
-        at = next((i for i, (_, layer, _) in enumerate(spans) if layer is not None), len(rows))
+        is_after = [layer is not None or name == PHASES["verify"] for name, layer, _ in spans]
+        at = is_after.index(True) if True in is_after else len(rows)
         rows.insert(at, Row("n-gram", Span(0, 0), (), ngram))
     return Cycle(tuple(rows), took_ns, node)
 

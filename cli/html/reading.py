@@ -6,12 +6,14 @@ What is not there is shown as not known; nothing is guessed in its place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 MOST_ITEMS: Final = 4096
 """Items of one list that are shown: more than any run has rows, layers or reads of a cycle."""
+
+MOST: Final = 1e18
+"""The largest number that is shown: nanoseconds of thirty years, or an exabyte. Sums of such stay finite."""
 
 
 def exactly(value: float) -> str:
@@ -39,7 +41,7 @@ class Node:
 
     @property
     def number(self) -> float | None:
-        """Return a finite number; None for anything else."""
+        """Return a number of a size that can be measured; None for anything else."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -47,7 +49,7 @@ class Node:
             number = float(value)
         except OverflowError:
             return None
-        return number if math.isfinite(number) else None
+        return number if abs(number) <= MOST else None  # False for what is no number
 
     @property
     def whole(self) -> int | None:

@@ -29,12 +29,13 @@ _CAUSES: Final = {
 
 
 def waterfalls(variants: Sequence[Variant], *, prefix: str = "cycle") -> Section | None:
-    """Return the section: the row that waits most and the one that waits least shown, the others folded."""
+    """Return the section: of the rows that read, that which waits most and least shown, the others folded."""
     drawn = [(one, cycle) for one in variants if (cycle := cycle_of(one.node)) is not None]
     if not drawn:
         return None
     ordered = sorted(drawn, key=lambda pair: -(pair[0].node["exposed_wait_ns"].number or 0.0))
-    shown = ordered[:1] if len(ordered) == 1 else [ordered[0], ordered[-1]]
+    reading = [pair for pair in ordered if pair[1].layers] or ordered
+    shown = [reading[0]] if len(reading) == 1 else [reading[0], reading[-1]]
     hidden = [pair for pair in drawn if all(pair is not other for other in shown)]
     body = [_drawn(f"{prefix}-{drawn.index(pair)}", *pair) for pair in shown]
     body += [
@@ -96,7 +97,6 @@ def _drawn(identity: str, variant: Variant, cycle: Cycle) -> Html:
 def _sentence(cycle: Cycle) -> str:
     node = cycle.node
     rows, kept = node["num_rows"].whole, node["num_kept"].whole
-    layers = len(node["layers"].items)
     told = f"It took {ms(cycle.took_ns)} ms"
     if rows and kept:
         told += f" for a block of {several(rows, 'row')}, of which {kept} stayed"
@@ -106,7 +106,7 @@ def _sentence(cycle: Cycle) -> str:
     others = [value for value in node["cycles_ns"].numbers if value is not None]
     if len(others) > 1:
         told += f". The {len(others)} cycles recorded took {ms(min(others))} to {ms(max(others))} ms"
-    if not layers:
+    if not cycle.layers:
         told += (
             ". Every expert was in memory: no layer read anything back, so the layers cannot be told apart"
         )
