@@ -26,7 +26,7 @@ from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 
-REFRESHED_LAYERS: Final = 4
+REFRESHED_LAYERS: Final = 2
 """Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
 the real model's head has 48 layers of 512 experts, and this runs on the thread that decodes."""
 _SURE: Final = 12.0
