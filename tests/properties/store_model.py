@@ -95,7 +95,7 @@ class StoreModel:
         self.issued = Counter()
         self.hints = Counter()
         self.counts = Counter()
-        self.is_stopped = False
+        self.is_stopped = self.gives_way = False
         self.arrivals = 0
 
     # Looking.
@@ -299,7 +299,7 @@ class StoreModel:
     def begin_read(self):
         """Start the next read; return it, or None if nothing may be read now."""
         while not self.exact and self.guesses:
-            if sum(read.is_guess_read for read in self.reading) >= self.max_reads:
+            if self.gives_way or sum(read.is_guess_read for read in self.reading) >= self.max_reads:
                 return None
             read = self.guesses.pop(0)
             layer, expert = read.key

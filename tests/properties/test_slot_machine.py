@@ -27,6 +27,7 @@ from expert_store import (
     ranking,
     read_queue,
     slots,
+    store,
     unverified,
 )
 from expert_store.errors import (
@@ -85,6 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
             num_readers=NUM_READERS,
         )
         self.store = self.rig.store
+        self.store.give_way_to(lambda: self.model.gives_way)
         self.model = StoreModel(
             SLOTS,
             NUM_EXPERTS,
@@ -156,8 +158,21 @@ class StoreMachine(RuleBasedStateMachine):
         num_wakes = self.rig.reader.num_wakes
         got = self.store.prefetch(hints, owner=owner, generation=generation)
         assert got == self.model.prefetch(hints, owner, generation)
-        may_begin = sum(read.is_guess_read for read in self.model.reading) < self.model.max_reads
-        assert (self.rig.reader.num_wakes > num_wakes) == (bool(got) and may_begin)
+        assert (self.rig.reader.num_wakes > num_wakes) == (bool(got) and self.may_guess())
+
+    def may_guess(self):
+        num_reading = sum(read.is_guess_read for read in self.model.reading)
+        return num_reading < self.model.max_reads and not self.model.gives_way
+
+    @rule(gives_way=st.booleans())
+    def share_the_drive(self, gives_way):
+        """Let another table's demand come to the drive, or end."""
+        self.model.gives_way = gives_way
+        if not gives_way:
+            num_wakes = self.rig.reader.num_wakes
+            self.store.resume_guesses()
+            may_wake = bool(self.model.guesses) and self.may_guess()
+            assert (self.rig.reader.num_wakes > num_wakes) == may_wake, "a lost wake-up"
 
     @rule(
         layer=LAYERS,
@@ -540,7 +555,17 @@ def use_every_reader_for_guesses(patch):
     patch.setattr(dispatch.Dispatcher, "__init__", greedy)
 
 
+def begin_guesses_beside_another_demand(patch):
+    patch.setattr(dispatch.Dispatcher, "give_way_to", lambda self, is_busy: None)
+
+
+def leave_guesses_asleep(patch):
+    patch.setattr(store.ExpertStore, "resume_guesses", lambda self: None)
+
+
 PLANTS = [
+    begin_guesses_beside_another_demand,
+    leave_guesses_asleep,
     read_the_neighbour,
     refill_a_slot_early,
     evict_a_pinned_slot,
