@@ -13,9 +13,10 @@ V1  A width depends on earlier cycles alone, never on a token proposed in this o
     token's own probability (dflash2.md 3.4, rule 8).
 V2  What speculation may lose is bounded: what its first cycle makes once, the opening allowance, `TRY_SHARE`
     of plain time, the cycle that empties the purse, and one such cycle more for every `DEBT_STEPS` that plain
-    time has earned. An empty purse is overdrawn only while a width that this session measured
-    `WELL_MEASURED` times gains on plain steps by what both really cost here. What was measured earlier raises
-    this bound by `TRUST_STEPS` at most.
+    time has earned. An empty purse is overdrawn, by `DEBT_STEPS` at most, only while a width that this
+    session measured `WELL_MEASURED` times gains on plain steps by what both really cost here. What was
+    measured earlier raises this bound by `TRUST_STEPS` at most. What was gained is lost again up to
+    `LARGEST_STEPS`.
 
 How near it comes to the best fixed width is tested on four tables of costs (`test_governor.py`) and
 measured by `python -m bench.studies.governor_grid`. Source: dflash2.md 2.8, 2.9 and G22.
@@ -43,10 +44,10 @@ TRUST_STEPS: Final = 2.0
 """Plain steps more where earlier sessions say that it pays: a few rejections in a row prove nothing."""
 FIRST_STEPS: Final = 2.0
 """Most plain steps that a drafter's first cycle is charged: what it makes once is not its price."""
-LARGEST_STEPS: Final = 32.0
+LARGEST_STEPS: Final = 12.0
 """Most plain steps a purse holds: a drafter that stops paying is switched off within as many lost steps."""
 DEBT_STEPS: Final = 2.0
-"""Most that a purse owes: bad luck of a drafter that pays is not held against it for more than 200 steps."""
+"""Most that a purse owes; from there on it must be filled again, by plain steps, before anything is tried."""
 PLAIN_EVERY: Final = 96
 """One cycle of so many is plain, so that the cost of a plain step stays known."""
 EXPLORE_EVERY: Final = 3
@@ -96,7 +97,7 @@ class Governor:
         self._hint_level = HintLevel()
         self._survival = SurvivalTable(max_width, earlier)
         self._since_plain = 0
-        self._has_drafted = False
+        self._has_drafted = self._is_spent = False
         self._num_drafting = self._drafted_tokens = 0
         self._drafting_steps = 0.0
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
@@ -225,7 +226,9 @@ class Governor:
         self._width, self._hopeful = self._best_and_hopeful(self._max_width)
         loss = 0.0 if self._hopeful is not None else self._known_loss() or 0.0
         can_pay = self._purse > 0 and self._purse >= min(loss, OPENING_STEPS)
-        self.is_resting = self._is_guarded and not can_pay and not self._is_known_to_pay()
+        self._is_spent = self._purse <= -DEBT_STEPS or (self._is_spent and not can_pay)
+        may_owe = self._is_known_to_pay() and not self._is_spent
+        self.is_resting = self._is_guarded and not can_pay and not may_owe
 
     def _is_known_to_pay(self) -> bool:
         """Return whether the width in use is well measured by this session and gains on plain steps."""

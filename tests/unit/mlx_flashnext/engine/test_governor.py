@@ -195,6 +195,22 @@ def test_a_draft_that_pays_with_wide_blocks_only_is_found_out() -> None:
     assert mean_rate(lambda: Governor(7, earlier=known), cost=block, accept=0.85) < 1.03 * min(fixed)
 
 
+def test_a_text_that_turns_costs_no_more_than_it_had_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Well known to pay, then right a third of the time: belief is slower than the purse, which ends it."""
+
+    def turning() -> float:
+        governor = Governor(7, first_width=4)
+        run(governor, 300, cost=block, accept=0.95)
+        governor = Governor(7, earlier=governor.learned())
+        halves = [run(governor, 48, cost=block, accept=accept, seed=9)[0] for accept in (0.95, 0.3)]
+        return sum(halves) / 2
+
+    assert turning() < 1.03
+    monkeypatch.setattr("mlx_flashnext.engine.governor.DEBT_STEPS", 1e9)
+    monkeypatch.setattr("mlx_flashnext.engine.governor.LARGEST_STEPS", 1e9)
+    assert turning() > 1.03, "the control: without an end to what it may owe"
+
+
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5])
 def test_a_draft_that_makes_blocks_and_does_not_pay_costs_less_than_three_percent(accept: float) -> None:
     assert mean_rate(lambda: Governor(7), cost=block, accept=accept) < 1.03
