@@ -24,8 +24,8 @@ from bench.synth.writer import split_files, write_checkpoint
 
 _NARROW: Final = {
     "vocab_size": 8192, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128,
-    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512, "hc_lowrank": 128, "ple_embed_dim": 1024, "num_hidden_layers": 8,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "moe_intermediate_size": 576,
+    "shared_expert_intermediate_size": 576, "hc_lowrank": 128, "ple_embed_dim": 1024, "num_hidden_layers": 8,
     "rope_parameters": {
         "mrope_interleaved": True, "mrope_section": [6, 5, 5], "partial_rotary_factor": 0.25,
         "rope_theta": 10000000, "rope_type": "default",
