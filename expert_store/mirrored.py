@@ -294,13 +294,16 @@ class MirroredSource(ByteSource):
 
     def _agrees(self, run: ReadOp, views: Sequence[memoryview]) -> bool:
         """Compare what the mirror gave with the first copy, a piece at a time: memory for one piece."""
-        piece = memoryview(bytearray(min(run.length, _CHUNK_BYTES)))
+        piece = bytearray(min(run.length, _CHUNK_BYTES))
         at = run.offset
         for view in views:
             for start in range(0, view.nbytes, _CHUNK_BYTES):
                 given = view[start : start + _CHUNK_BYTES]
-                kept = piece[: given.nbytes]
-                if self._first.read_into(run.file, at, [kept]) != given.nbytes or kept != given:
+                kept = piece if len(piece) == given.nbytes else bytearray(given.nbytes)
+                if self._first.read_into(run.file, at, [memoryview(kept)]) != given.nbytes:
+                    return False
+                # A bytearray is compared as a whole; two memoryviews value by value, at 0.4 GB/s.
+                if kept != given:  # pyright: ignore[reportUnnecessaryComparison]  (they do compare)
                     return False
                 at += given.nbytes
         return True
