@@ -22,6 +22,7 @@ from bench.synth.tensors import text_tensors, vision_tensors
 from bench.synth.tokenizer import write_tokenizer
 from bench.synth.writer import split_files, write_checkpoint
 
+# 576 and not 512: mlx-vlm 0.7.10 takes a shared expert as wide as there are experts for a routed layer.
 _NARROW: Final = {
     "vocab_size": 8192, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "moe_intermediate_size": 576,

@@ -3,7 +3,7 @@
 A leg is a set of engines that do the same work under the same conditions. The cap is a share of the
 checkpoint's bytes, of the whole process and of what the kernel caches for it. flashnext is given the cap as
 its memory target, less `MARGIN_BYTES`; mlx-vlm, whose setting is that of its expert cache alone, the cap
-less what its process takes besides: the least, in steps of 100 MB, with which it survives the smallest cap.
+less what its process takes besides: the least, in steps of 200 MB, with which it survives the smallest cap.
 """
 
 import random
