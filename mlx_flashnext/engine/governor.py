@@ -68,7 +68,6 @@ class Governor:
 
     Attributes:
         off_reason: why nothing is proposed for the rest of this answer, None while something may be.
-        is_resting: nothing is proposed now, and not by bad luck: trying would cost more than it may.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Governor:
                 makes its whole block at once it is the worst bargain.
         """
         self.off_reason: str | None = None
-        self.is_resting = False
+        self._is_resting = False
         self._max_width = max_width
         self._is_guarded = is_guarded
         self._earlier = earlier
@@ -167,6 +166,11 @@ class Governor:
         self._review()
 
     @property
+    def is_resting(self) -> bool:
+        """Whether nothing is proposed now, and not by bad luck: trying would cost more than it may."""
+        return self._is_resting
+
+    @property
     def least_right(self) -> float:
         """The share of guesses of routes that must be right for such guesses to be read ahead now."""
         return self._hint_level.least_right
@@ -228,7 +232,7 @@ class Governor:
         can_pay = self._purse > 0 and self._purse >= min(loss, OPENING_STEPS)
         self._is_spent = self._purse <= -DEBT_STEPS or (self._is_spent and not can_pay)
         may_owe = self._is_known_to_pay() and not self._is_spent
-        self.is_resting = self._is_guarded and not can_pay and not may_owe
+        self._is_resting = self._is_guarded and not can_pay and not may_owe
 
     def _is_known_to_pay(self) -> bool:
         """Return whether the width in use is well measured by this session and gains on plain steps."""
