@@ -55,7 +55,7 @@ class MachineUnusable(InvalidRequest):
 
 
 class _Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | None = None
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=1e15)] | None = None
     latency_us: _Time = 0.0
     overhead_us: _Time = 0.0
     wake_us: _Time = 0.0

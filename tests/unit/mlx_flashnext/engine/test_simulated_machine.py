@@ -34,7 +34,7 @@ TIMES = st.integers(0, 10**12)
 MACHINES = st.builds(
     SimulatedMachine,
     st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20),
-    st.builds(Drive, st.none() | st.floats(1e-3, 1e15), TIMES, TIMES, TIMES, st.integers(1, 256)),
+    st.builds(Drive, st.none() | st.floats(1.0, 1e15), TIMES, TIMES, TIMES, st.integers(1, 256)),
     st.builds(Compute, TIMES | st.lists(TIMES, min_size=1, max_size=4).map(tuple), *[TIMES] * 6),
     st.text(st.characters(exclude_categories=("Cs",)), max_size=50),
 )
@@ -58,6 +58,7 @@ def test_the_file_of_the_docs_is_one():
         ("flashnext-machine", "flashnext-trace", "'flashnext-trace' version 1"),
         ("bytes_per_s = 3e9", "bytes_per_s = 0", "bytes_per_s"),
         ("bytes_per_s = 3e9", "bytes_per_s = -1", "bytes_per_s"),
+        ("bytes_per_s = 3e9", "bytes_per_s = 1e-300", "bytes_per_s"),
         ("bytes_per_s = 3e9", "bytes_per_s = nan", "bytes_per_s"),
         ("bytes_per_s = 3e9", "bytes_per_s = inf", "bytes_per_s"),
         ("bytes_per_s = 3e9", "bytes_per_s = 1e400", "bytes_per_s"),
