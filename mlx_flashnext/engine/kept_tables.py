@@ -43,6 +43,7 @@ ELSEWHERE_TRUST: Final = 1.0
 SAME_BUDGET: Final = 1 / 16
 """Share of all experts by which the slots of a layer may differ before misses, and so costs, are others'."""
 _WORDS_MAX: Final = 400
+_COST_MIN: Final = 1e-3
 _COST_MAX: Final = 1e3
 _COUNT_MAX: Final = 1e6
 _PURSE_MAX: Final = 1e3
@@ -142,10 +143,11 @@ class KeptTables:
         if self._path is None or len(learned.costs) < 2:
             return
         key = self._key
+        costs, times = _within(learned.costs, learned.times)
         at = self._measured_at if learned.num_drafting == self._found else self._clock()
         own = _Run(
             key.draft, key.draft_digest, key.hints, key.machine, key.slots_share, at,
-            list(learned.costs), list(learned.times), list(learned.reached), list(learned.passed),
+            costs, times, list(learned.reached), list(learned.passed),
             learned.purse, learned.num_drafting,
         )  # fmt: skip
         try:
@@ -224,6 +226,12 @@ def open_kept_tables(
     return KeptTables(path, key)
 
 
+def _within(costs: tuple[float, ...], times: tuple[float, ...]) -> tuple[list[float], list[float]]:
+    """Return costs as a reader takes them; a machine that slept in a cycle measured nothing of its cost."""
+    kept = [min(max(cost, _COST_MIN), _COST_MAX) for cost in costs]
+    return kept, [weight if cost == own else 0.0 for cost, own, weight in zip(costs, kept, times, strict=True)]
+
+
 def _check(run: _Run) -> None:
     """Refuse figures that no run measures.
 
@@ -238,7 +246,7 @@ def _check(run: _Run) -> None:
     )
     if not is_sized:
         raise _Unusable("it has an entry with other numbers of figures")
-    costs, times = _all_within(run.costs, 1e-3, _COST_MAX), _all_within(run.times, 0.0, _COUNT_MAX)
+    costs, times = _all_within(run.costs, _COST_MIN, _COST_MAX), _all_within(run.times, 0.0, _COUNT_MAX)
     counts = _all_within([*run.reached, *run.passed], 0.0, _COUNT_MAX)
     counts = counts and all(
         passed <= reached for reached, passed in zip(run.reached, run.passed, strict=True)

@@ -97,6 +97,23 @@ def test_another_machine_or_budget_counts_its_costs_as_one_observation(path, oth
     assert measured.learned().costs[1] == 5.0, "three of one's own outvote it"
 
 
+@pytest.mark.parametrize(("plain", "drafting"), [(1, 5_000), (5_000, 1)])
+def test_a_machine_that_slept_in_a_cycle_loses_nobodys_figures(path, plain, drafting):
+    tables(path).save(PAYS)
+    governor = Governor(1)
+    for width, steps in ((0, plain), (1, 1), (1, drafting)):
+        governor.count(width, width, 1 + width, steps * PLAIN_NS)
+    assert governor.learned().times[1] == 1
+    assert not 1e-3 <= governor.learned().costs[1] <= 1e3, "the control: no entry may say so"
+    slept = replace(KEY, draft="mtp")
+    tables(path, slept).save(governor.learned())
+    again = tables(path, slept)
+    kept = again.begin()
+    assert (again.note, kept.times[1]) == ("", 0.0), "what it took then says nothing of its cost"
+    assert kept.reached == governor.learned().reached
+    assert tables(path).begin() == PAYS
+
+
 @pytest.mark.parametrize("other", [{"draft": "mtp"}, {"draft_digest": "e" * 64}])
 def test_another_draft_inherits_nothing(path, other):
     tables(path).save(PAYS)
