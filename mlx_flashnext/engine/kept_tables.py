@@ -229,7 +229,9 @@ def open_kept_tables(
 def _within(costs: tuple[float, ...], times: tuple[float, ...]) -> tuple[list[float], list[float]]:
     """Return costs as a reader takes them; a machine that slept in a cycle measured nothing of its cost."""
     kept = [min(max(cost, _COST_MIN), _COST_MAX) for cost in costs]
-    return kept, [weight if cost == own else 0.0 for cost, own, weight in zip(costs, kept, times, strict=True)]
+    return kept, [
+        weight if cost == own else 0.0 for cost, own, weight in zip(costs, kept, times, strict=True)
+    ]
 
 
 def _check(run: _Run) -> None:
