@@ -32,6 +32,8 @@ _CODES = {
     "MissingDrafter": INCOMPATIBLE,
     "IncompatibleDrafter": INCOMPATIBLE,
     "TargetDiffers": INCOMPATIBLE,
+    "MachineForeign": INCOMPATIBLE,
+    "MachineUnusable": DAMAGED,
     "ChatTemplateFailed": INCOMPATIBLE,
     "BudgetTooSmall": NOT_ENOUGH,
     "BudgetTooLarge": NOT_ENOUGH,

@@ -18,7 +18,7 @@ def publish(path: Path, data: bytes) -> None:
         OSError: It cannot be written (a full disk, no permission); the old file is untouched, and nothing is
             left beside it.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    beside = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("wb") as stream:
@@ -31,3 +31,18 @@ def publish(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def check_place(path: Path) -> None:
+    """Find out whether `publish` could write here now, and leave nothing.
+
+    Raises:
+        OSError: It could not: no directory, no permission, a name that is too long.
+    """
+    beside = _beside(path)
+    beside.touch()
+    beside.unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.new")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
@@ -17,7 +16,7 @@ from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, UsageProblem
 from cli.html.page import GENERATOR, TITLES, render_page
 from cli.html.reading import Node
 from cli.settings import expanded
-from expert_store.published import publish
+from expert_store.published import check_place, publish
 from mlx_flashnext.regular_file import read_regular
 
 _HEAD_BYTES: Final = 4096
@@ -66,8 +65,8 @@ class PagePlace:
                     f"There is no such directory: {path.parent}", hint=f"mkdir -p {path.parent}"
                 )
             self._refuse_others(target)
-            with tempfile.TemporaryFile(dir=target.parent):
-                return target
+            check_place(target)
+            return target
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise self._failed(error) from error
 

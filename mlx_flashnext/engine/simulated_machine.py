@@ -35,14 +35,15 @@ from typing import Annotated, Final
 import msgspec
 
 from expert_store.simulate import Drive
-from mlx_flashnext.engine.errors import InvalidRequest
-from mlx_flashnext.regular_file import read_regular
+from mlx_flashnext.engine.errors import EngineError
+from mlx_flashnext.regular_file import NO_PLAIN_FILE, read_regular
 
 FORMAT = "flashnext-machine"
 VERSION = 1
 FILE_BYTES_MAX: Final = 1 << 14
 _MOST_DOTS: Final = 600
 """In one line: a number of each layer has one. Python's reader takes quadratic time over a dotted key."""
+_EXAMPLE: Final = "docs/FORMATS.md, flashnext-machine, has an example"
 _US: Final = 1000
 _MOST_LAYERS: Final = 512
 
@@ -50,8 +51,16 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
-class MachineUnusable(InvalidRequest):
-    """A machine file that cannot be read, or says what no machine is."""
+class MachineMissing(EngineError):
+    """No machine file can be read there."""
+
+
+class MachineUnusable(EngineError):
+    """A machine file that is none, or says what no machine is."""
+
+
+class MachineForeign(MachineUnusable):
+    """A machine file of another kind or version, or of a model with other layers."""
 
 
 class _Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,10 +126,10 @@ class Compute:
         """Refuse a list that is not of so many layers.
 
         Raises:
-            MachineUnusable: names both numbers.
+            MachineForeign: names both numbers.
         """
         if not isinstance(self.layer_ns, int) and len(self.layer_ns) != num_layers:
-            raise MachineUnusable(
+            raise MachineForeign(
                 f"layer_us has {len(self.layer_ns)} values, the trace has {num_layers} streamed layers",
                 hint="give one value for all layers, or one for each",
             )
@@ -149,13 +158,18 @@ def read_machine(path: Path) -> SimulatedMachine:
     """Read a machine file.
 
     Raises:
+        MachineMissing: nothing is there, or the system refuses.
         MachineUnusable: it is none; one line says where and why.
     """
     try:
         data = read_regular(path, FILE_BYTES_MAX)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        why = getattr(error, "strerror", None) or str(error)
-        raise _unusable(path, why) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in NO_PLAIN_FILE:
+            raise _unusable(path, reason) from None
+        raise MachineMissing(f"Cannot read the machine {path}: {reason}", hint=_EXAMPLE) from None
+    except ValueError as error:  # a name that no file can have
+        raise _unusable(path, str(error)) from None
     return parse_machine(data, path)
 
 
@@ -169,7 +183,9 @@ def parse_machine(data: bytes, path: Path = Path("machine")) -> SimulatedMachine
     except (tomllib.TOMLDecodeError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unusable(path, str(error)) from None
     if (file.format, file.version) != (FORMAT, VERSION):
-        raise _unusable(path, f"it is {file.format!r} version {file.version}, not {FORMAT} {VERSION}")
+        raise _unusable(
+            path, f"it is {file.format!r} version {file.version}, not {FORMAT} {VERSION}", MachineForeign
+        )
     if not file.name.isprintable():
         raise _unusable(path, "its name has characters that cannot be shown")
     drive, compute = file.drive, file.compute
@@ -248,8 +264,6 @@ def _text(text: str) -> str:
     return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
 
 
-def _unusable(path: Path, why: str) -> MachineUnusable:
+def _unusable(path: Path, why: str, kind: type[MachineUnusable] = MachineUnusable) -> MachineUnusable:
     line = " ".join(why.split())[:300]
-    return MachineUnusable(
-        f"Not a machine: {path}: {line}", hint="docs/FORMATS.md, flashnext-machine, has an example"
-    )
+    return kind(f"Not a machine: {path}: {line}", hint=_EXAMPLE)

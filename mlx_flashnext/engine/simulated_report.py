@@ -11,7 +11,7 @@ from typing import Final
 from expert_store.keys import ReadClass
 from expert_store.layout import RecordLayout
 from expert_store.stats import Fate
-from mlx_flashnext.engine.errors import InvalidRequest
+from mlx_flashnext.engine.errors import InvalidRequest, TargetDiffers
 from mlx_flashnext.engine.predictors import Predictor, PredictorSetting, make_predictor
 from mlx_flashnext.engine.simulated_machine import SimulatedMachine
 from mlx_flashnext.engine.simulated_routes import Answers, has_guesses, in_width, routes_by_position
@@ -105,7 +105,8 @@ def sweep(
         asked: the rest.
 
     Raises:
-        InvalidRequest: there is nothing left to count, or the routes are not of these layouts.
+        InvalidRequest: there is nothing left to count.
+        TargetDiffers: the routes are not of these layouts.
         StoreError: there can be no such store.
     """
     layers = _checked(answers, layouts)
@@ -157,13 +158,13 @@ def _checked(answers: Answers, layouts: Mapping[int, RecordLayout]) -> list[int]
     layers = sorted(answers[0][0].routes)
     for layer in layers:
         if layer not in layouts:
-            raise InvalidRequest(
+            raise TargetDiffers(
                 f"The routes are of another model: it has no streamed layer {layer}",
                 hint="give the model that the trace was recorded from",
             )
         most = max(expert for blocks in answers for b in blocks for row in b.routes[layer] for expert in row)
         if most >= layouts[layer].num_experts:
-            raise InvalidRequest(
+            raise TargetDiffers(
                 f"The routes name expert {most} of layer {layer}, which has {layouts[layer].num_experts}",
                 hint="give the model that the trace was recorded from, or its number of experts",
             )

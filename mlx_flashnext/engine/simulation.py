@@ -158,7 +158,7 @@ class Simulation:
         num_layers: of the model, those included that are not streamed; None for the last streamed one's.
 
     Raises:
-        MachineUnusable: the machine has times of other layers.
+        MachineForeign: the machine has times of other layers.
         StoreError: there can be no such store.
     """
 

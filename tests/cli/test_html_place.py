@@ -58,6 +58,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_measured(folder):
         (folder / "none" / "page.html", 2, "There is no such directory", f"mkdir -p {folder / 'none'}"),
         (folder, 2, "A page is a file, this is a directory", "report.html"),
         (other, 1, "The file exists and is not a page of flashnext", "choose another name"),
+        (folder / ("b" * 245 + ".html"), 1, "File name too long", "choose another place"),
         (pipe, 1, "The file exists and is not a page of flashnext", "choose another name"),
         (other / "page.html", 2, "There is no such directory", "mkdir"),
         (folder / ("x" * 300), 1, "Cannot write", "choose another place for --html"),

@@ -110,10 +110,11 @@ def test_sizes_may_be_told_instead_of_a_model(model, traces):
         (("--experts", "8"), 2, "--experts and --record go together"),
         (("--experts", "8", "--record", "1MB", "--model", "demo"), 2, "--model and --experts"),
         (("--experts", "0", "--record", "1MB"), 2, "--experts must be from 1 to 4096: 0"),
-        (("--experts", "2", "--record", "1MB"), 2, "which has 2"),
+        (("--experts", "2", "--record", "1MB"), 3, "which has 2"),
         (("--experts", "8", "--record", "9GiB"), 2, "more than 1 GiB: 9GiB"),
         (("--experts", "8", "--record", "much"), 2, "'much'"),
-        (("--machine", "nowhere.toml"), 2, "nowhere.toml: No such file"),
+        (("--machine", "nowhere.toml"), 1, "Cannot read the machine nowhere.toml: No such file"),
+        (("--machine", "."), 5, "Not a machine: .: Is a directory"),
         (("--model", "demo"), 3, ""),
         ((), 3, ""),
     ],
@@ -158,6 +159,10 @@ def test_hostile_machine_files_are_named_and_refused(model, traces, tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text(MACHINE.replace("1e5", "-1"))
     result = simulate(traces, "--model", model, "--machine", traces["machine"], "--machine", bad)
-    assert result.exit_code == 2
+    assert result.exit_code == 5
     assert "bad.toml" in result.stderr
     assert "bytes_per_s" in result.stderr
+    bad.write_text(MACHINE.replace("version = 1", "version = 2"))
+    newer = simulate(traces, "--model", model, "--machine", bad)
+    assert newer.exit_code == 3
+    assert "version 2" in newer.stderr

@@ -11,6 +11,8 @@ from expert_store.simulate import Drive
 from mlx_flashnext.engine.simulated_machine import (
     FILE_BYTES_MAX,
     Compute,
+    MachineForeign,
+    MachineMissing,
     MachineUnusable,
     SimulatedMachine,
     parse_machine,
@@ -128,13 +130,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     for name, said in (("pipe", "Not a regular file"), ("large", "Larger than"), (".", "directory")):
         with pytest.raises(MachineUnusable, match=said):
             read_machine(tmp_path / name)
-    with pytest.raises(MachineUnusable, match="No such file"):
+    with pytest.raises(MachineMissing, match="No such file"):
         read_machine(tmp_path / "none")
     with pytest.raises(MachineUnusable):
         read_machine(Path("a\0b"))
 
 
 def test_a_list_must_be_of_the_layers():
-    with pytest.raises(MachineUnusable, match="layer_us has 2 values, the trace has 3"):
+    with pytest.raises(MachineForeign, match="layer_us has 2 values, the trace has 3"):
         parse_machine(GOOD.encode()).compute.check(3)
     parse_machine(GOOD.encode()).compute.check(2)
