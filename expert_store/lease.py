@@ -18,6 +18,7 @@ from expert_store.errors import StoreError, WouldBlock
 from expert_store.keys import WaitCause
 from expert_store.layout import RecordLayout
 from expert_store.slots import SlotTable
+from expert_store.stats import LayerStatistics
 from expert_store.ticket import Need, Ticket
 
 _NEEDS: Final = (Need.WANTED, Need.URGENT)  # by whether somebody waits
@@ -43,6 +44,22 @@ class Shelf:
     lock: threading.Lock
     clock: Callable[[], int]
     wait: Callable[[Completion, float | None], bool]
+
+    def statistics(self) -> LayerStatistics:
+        """Return a snapshot of its counts; the caller holds the lock."""
+        table, counters = self.table, self.counters
+        return LayerStatistics(
+            layer=table.layer,
+            num_slots=table.num_slots,
+            num_resident=table.num_resident,
+            num_demands=counters.num_demands,
+            num_hits=counters.num_demands - counters.num_joined - counters.num_misses,
+            num_prefetched=counters.num_prefetched,
+            num_joined=counters.num_joined,
+            num_misses=counters.num_misses,
+            num_evictions=table.num_evictions,
+            waits=counters.snapshot_waits(),
+        )
 
 
 class Lease:

@@ -37,7 +37,7 @@ from expert_store.prefetch import PrefetchLimits
 from expert_store.reader import Reader, SlotMemory, ThreadReader
 from expert_store.slots import SlotState, SlotTable
 from expert_store.source import ByteSource
-from expert_store.stats import HintOutcome, LayerStatistics, StoreStatistics
+from expert_store.stats import HintOutcome, StoreStatistics
 from expert_store.ticket import NO_SLOT
 from expert_store.unverified import UnverifiedDemands
 from expert_store.watch import StoreWatch
@@ -439,7 +439,7 @@ class ExpertStore:
     def statistics(self) -> StoreStatistics:
         """Return a snapshot of every count."""
         with self._lock:
-            layers = tuple(_layer_statistics(shelf) for shelf in self._shelves.values())
+            layers = tuple(shelf.statistics() for shelf in self._shelves.values())
             return self._dispatcher.ledger.snapshot(layers, num_queued=self._dispatcher.queue.num_queued)
 
     def watch(self, watch: StoreWatch | None) -> None:
@@ -489,22 +489,6 @@ class ExpertStore:
             with self._lock:
                 self._dispatcher.reader_failed(error)
             raise
-
-
-def _layer_statistics(shelf: Shelf) -> LayerStatistics:
-    table, counters = shelf.table, shelf.counters
-    return LayerStatistics(
-        layer=table.layer,
-        num_slots=table.num_slots,
-        num_resident=table.num_resident,
-        num_demands=counters.num_demands,
-        num_hits=counters.num_demands - counters.num_joined - counters.num_misses,
-        num_prefetched=counters.num_prefetched,
-        num_joined=counters.num_joined,
-        num_misses=counters.num_misses,
-        num_evictions=table.num_evictions,
-        waits=counters.snapshot_waits(),
-    )
 
 
 def _are_experts(experts: tuple[int, ...], num_experts: int) -> bool:

@@ -38,7 +38,7 @@ from mlx_flashnext.engine.learned import (
 
 TRY_SHARE: Final = 0.01
 """Share of plain decode time that may be spent on finding out whether speculation pays."""
-OPENING_STEPS: Final = 2.0
+OPENING_STEPS: Final = 1.0
 """Plain steps that an answer may lose before it has gained anything; also the most that a try waits for."""
 TRUST_STEPS: Final = 2.0
 """Plain steps more where earlier sessions say that it pays: a few rejections in a row prove nothing."""

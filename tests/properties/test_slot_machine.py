@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         num_reading = sum(read.is_guess_read for read in self.model.reading)
         return num_reading < self.model.max_reads and not self.model.gives_way
 
-    @rule(gives_way=st.booleans())
+    @rule(gives_way=st.sampled_from([True, False, False, False]))
     def share_the_drive(self, gives_way):
         """Let another table's demand come to the drive, or end."""
         self.model.gives_way = gives_way
@@ -593,6 +593,9 @@ PLANTS = [
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
-    quick = settings(STEPS, phases=[Phase.generate], verbosity=Verbosity.quiet, database=None)
+    # What is right may take 400 examples; a fault that hides longer than that gets three times as many.
+    quick = settings(
+        STEPS, max_examples=1200, phases=[Phase.generate], verbosity=Verbosity.quiet, database=None
+    )
     with pytest.raises((AssertionError, StoreError, KeyError, pytest.fail.Exception)):
         run_state_machine_as_test(StoreMachine, settings=quick)
