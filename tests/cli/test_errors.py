@@ -9,6 +9,7 @@ import mlx_flashnext.engine.errors
 import mlx_flashnext.errors
 from cli import errors
 from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, NOT_ENOUGH, USAGE, describe
+from mlx_flashnext.engine.simulated_machine import MachineForeign, MachineUnusable
 from mlx_flashnext.text.messages import MessageRefused
 from mlx_flashnext.text.template import ChatTemplateFailed
 
@@ -61,7 +62,9 @@ def test_codes_of_the_documented_table(name, code):
 
 
 def test_every_name_in_the_table_exists():
-    known = {kind.__name__ for kind in (*TREE, ChatTemplateFailed, MessageRefused)} | {"MemoryError"}
+    known = {
+        kind.__name__ for kind in (*TREE, ChatTemplateFailed, MessageRefused, MachineForeign, MachineUnusable)
+    } | {"MemoryError"}
     assert set(errors._CODES) <= known
 
 

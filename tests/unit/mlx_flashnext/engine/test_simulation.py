@@ -13,7 +13,7 @@ from expert_store.simulate import Drive, plain_layouts
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine import simulation as simulation_module
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import InvalidRequest
+from mlx_flashnext.engine.errors import InvalidRequest, TargetDiffers
 from mlx_flashnext.engine.guess import Guess
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.measure import GREEDY, answer
@@ -22,7 +22,7 @@ from mlx_flashnext.engine.predictors import NearGate, Oracle, Previous
 from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.recording import Recorder, TraceSettings
 from mlx_flashnext.engine.routes import RouteLog
-from mlx_flashnext.engine.simulated_machine import FREE, Compute, SimulatedMachine
+from mlx_flashnext.engine.simulated_machine import FREE, Compute, MachineForeign, SimulatedMachine
 from mlx_flashnext.engine.simulated_report import Sweep, sweep
 from mlx_flashnext.engine.simulated_routes import (
     NoRoutes,
@@ -303,15 +303,23 @@ def test_a_sweep_has_a_cell_for_every_combination_and_refuses_what_cannot_be():
     ]
     assert {cell.num_tokens for cell in found} == {37}
     assert all(cell.wait_ns == 0 and cell.tokens_per_s is None for cell in found)
-    for wrong, said in (
-        ({"hints": ["recorded"]}, "no guesses to replay: recorded"),
-        ({"num_warm": 40}, "40 blocks are too few to leave out the first 40"),
-        ({"widths": [17], "blocks": blocks[:5]}, "No answer of the trace has 17 tokens"),
-        ({"layouts": plain_layouts({0: 16}, 9)}, "no streamed layer 1"),
-        ({"layouts": plain_layouts(dict.fromkeys(range(3), 15), 9)}, "expert 15 of layer 0, which has 15"),
-        ({"machines": [SimulatedMachine("m", Drive(), Compute((1, 2)))]}, "layer_us has 2 values"),
+    for wrong, kind, said in (
+        ({"hints": ["recorded"]}, InvalidRequest, "no guesses to replay: recorded"),
+        ({"num_warm": 40}, InvalidRequest, "40 blocks are too few to leave out the first 40"),
+        ({"widths": [17], "blocks": blocks[:5]}, InvalidRequest, "No answer of the trace has 17 tokens"),
+        ({"layouts": plain_layouts({0: 16}, 9)}, TargetDiffers, "no streamed layer 1"),
+        (
+            {"layouts": plain_layouts(dict.fromkeys(range(3), 15), 9)},
+            TargetDiffers,
+            "expert 15 of layer 0, which has 15",
+        ),
+        (
+            {"machines": [SimulatedMachine("m", Drive(), Compute((1, 2)))]},
+            MachineForeign,
+            "layer_us has 2 values",
+        ),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(kind, match=said):
             cells(**{"blocks": blocks, **wrong})
 
 
