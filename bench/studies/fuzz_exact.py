@@ -86,7 +86,7 @@ def disturbed(session: Session, prompt: list[int], count: int, rng: random.Rando
         begun = session.generate(prompt, GREEDY, max_tokens=count)
         for _ in range(rng.randrange(4)):
             next(begun, None)
-        begun.close()  # type: ignore[attr-defined]
+        begun.close()
     return session.generate(prompt, GREEDY, max_tokens=count)
 
 

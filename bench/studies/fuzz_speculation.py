@@ -183,7 +183,7 @@ class Case:
 
         def wrapped(inner: ByteSource) -> ByteSource:
             source.append(BreakableSource(inner))
-            return source[0]  # type: ignore[return-value]
+            return source[0]
 
         with Engine.open(self.directory, self.request, wrap_source=wrapped) as engine:
             session, prompt = (
@@ -249,7 +249,7 @@ class Case:
             begun = self._ask(session, question)
             for _ in range(rng.randrange(12)):
                 next(begun, None)
-            begun.close()  # type: ignore[attr-defined]
+            begun.close()
         elif habit in ("left before", "left and resumed"):
             begun = self._ask(session, question)
             for _ in range(rng.randrange(12)):
@@ -269,7 +269,7 @@ class Case:
             for _ in range(rng.randrange(1, 12)):
                 next(begun, None)
             with suppress(Broken):
-                begun.throw(Broken("from outside"))  # type: ignore[attr-defined]
+                begun.throw(Broken("from outside"))
         wrong = self._idle(engine)
         if wrong:
             return {"after": habit, **wrong}

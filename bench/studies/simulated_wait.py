@@ -181,7 +181,7 @@ class Bench:
             store = engine.target.store
             clocked = Clocked(store.acquire, lambda: dial.num_read)
             if listen:
-                store.acquire = clocked  # type: ignore[method-assign]
+                store.acquire = clocked
             for number, prompt in enumerate(self.prompts):
                 log = RouteLog()
                 told = Hints(self.predictor(hints, number), self.num_layers, log)

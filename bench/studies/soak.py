@@ -236,7 +236,7 @@ class Soak:
             begun = self._ask(session, question)
             got = tokens_of([event for _ in range(rng.randrange(12)) if (event := next(begun, None))])
             if habit == "closed":
-                begun.close()  # type: ignore[attr-defined]
+                begun.close()
             else:
                 self._left.append(begun)
                 del self._left[:-3]
@@ -308,7 +308,7 @@ class Soak:
         def broken(inner: ByteSource) -> ByteSource:
             source = BreakableSource(inner)
             source.reads_left = self._rng.randrange(100)
-            return source  # type: ignore[return-value]
+            return source
 
         request = PlanRequest(context_tokens=CONTEXT, slots_per_layer=self._setting.slots[-1])
         with contextlib.suppress(StoreError):
@@ -318,7 +318,7 @@ class Soak:
 
     def _breakable(self, inner: ByteSource) -> ByteSource:
         self._source = BreakableSource(inner)
-        return self._source  # type: ignore[return-value]
+        return self._source
 
     def _close(self) -> None:
         self._left.clear()

@@ -51,7 +51,7 @@ def one_answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> dict[s
         began = time.perf_counter()
         tokens.append(next(running))
         steps.append(time.perf_counter() - began)
-    running.close()  # type: ignore[attr-defined]
+    running.close()
     return {
         "prefill_s": prefill_s,
         "prefill_bytes": bytes_1 - bytes_0,

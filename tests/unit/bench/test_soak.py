@@ -73,7 +73,7 @@ def test_leaked_threads_and_descriptors_are_seen(soak_of: Callable[..., Soak]) -
     def leak(_soak: Soak) -> None:
         if next(turns) == BLOCK:  # in the second block
             threading.Thread(target=stop.wait, daemon=True).start()
-            files.append(Path("/dev/null").open("rb"))  # noqa: SIM115
+            files.append(Path("/dev/null").open("rb"))  # noqa: SIM115 - the planted leak
 
     try:
         wrong = "; ".join(judge(run(soak_of(leak), 2 * BLOCK, BLOCK)[1:]))

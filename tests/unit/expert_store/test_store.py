@@ -172,6 +172,7 @@ def test_acquire_waits_for_reads_of_an_abandoned_request_rather_than_refuse():
     for expert in range(0, 8, 2):
         rig.store.request(0, [expert, expert + 1]).cancel()
         rig.store.acquire(0, [(expert + 2) % 8, (expert + 3) % 8], timeout_s=30).release()
+    assert (rig.store.is_resident(0, 0), rig.store.is_resident(0, 1)) == (True, True)
     rig.store.close()
 
 
@@ -277,10 +278,8 @@ def test_statistics_count_demands_bytes_and_fates():
     assert got.fates[Fate.IN_TIME].num_bytes == 64
 
 
-def test_exposed_wait_is_the_time_a_caller_stood_still_and_makes_the_ticket_late():
-    rig = make_rig()
-    request = rig.store.request(0, [1])
-    rig.reader.begin()
+def wait_a_thousand_ns(rig, request):
+    """Wait for the read that is on the wire; it ends 1000 ns after somebody waits."""
 
     def finish_later():
         while not request.is_waited_for:
@@ -292,6 +291,14 @@ def test_exposed_wait_is_the_time_a_caller_stood_still_and_makes_the_ticket_late
     other.start()
     request.wait(30)
     other.join()
+
+
+def test_exposed_wait_is_the_time_a_caller_stood_still_and_makes_the_ticket_late():
+    rig = make_rig()
+    request = rig.store.request(0, [1])
+    rig.reader.begin()
+
+    wait_a_thousand_ns(rig, request)
     got = rig.store.statistics()
     assert got.exposed_wait_ns == 1000
     assert got.fates[Fate.LATE].num == 1
@@ -408,16 +415,7 @@ def test_a_watch_hears_of_every_wait_and_read_with_its_times_until_it_is_taken_a
     rig.clock.advance(5)
     rig.reader.begin()
 
-    def finish_later():
-        while not request.is_waited_for:
-            pass
-        rig.clock.advance(1000)
-        rig.reader.finish()
-
-    other = threading.Thread(target=finish_later)
-    other.start()
-    request.wait(30)
-    other.join()
+    wait_a_thousand_ns(rig, request)
     assert watch.waits == [(0, WaitCause.COLD, 55, 0, 1000)]
     assert watch.reads == [((0, 1), 50, 55, 1055, Fate.LATE)]
     rig.store.watch(None)
