@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cli.console import Console, as_json_value, counted, size
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.measure import Row
+    from mlx_flashnext.reports.measure import Row
 
 
 def write_rows(console: Console, rows: "Sequence[Row]", form: str) -> None:

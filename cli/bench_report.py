@@ -16,8 +16,8 @@ from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.engine.plan import PlanRequest
-    from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
-    from mlx_flashnext.engine.warm_run import WarmStartReport
+    from mlx_flashnext.reports.ssd_wait_run import SsdWaitReport
+    from mlx_flashnext.reports.warm_run import WarmStartReport
 
 
 def report_work(
@@ -36,7 +36,7 @@ def report_work(
         num_tokens: of each answer.
         tasks: what is asked, taken in turns.
     """
-    from mlx_flashnext.engine.prompt_sets import chat_prompts
+    from mlx_flashnext.reports.prompt_sets import chat_prompts
     from mlx_flashnext.tokenizer import Tokenizer
 
     texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
@@ -85,8 +85,8 @@ def ssd_wait_report(
         hints: who says what to read ahead.
     """
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
-    from mlx_flashnext.engine.ssd_wait_run import Asked
+    from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
+    from mlx_flashnext.reports.ssd_wait_run import Asked
 
     prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
     asked = Asked(
@@ -118,8 +118,8 @@ def warm_start_report(
 ) -> "WarmStartReport":
     """Measure what `--report warm-start` asks for: first answers after a cold and a warm start."""
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
-    from mlx_flashnext.engine.warm_run import WarmAsked
+    from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
+    from mlx_flashnext.reports.warm_run import WarmAsked
 
     (prompt, *_), request = report_work(found, measured, memory, num_tokens, demo_tasks()[:1])
     asked = WarmAsked(

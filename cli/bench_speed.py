@@ -18,9 +18,9 @@ from cli.options import MemoryOptions
 if TYPE_CHECKING:
     from expert_store.source import ByteSource
     from mlx_flashnext.engine.engine import Engine
-    from mlx_flashnext.engine.measure import Case, Row
-    from mlx_flashnext.engine.page_cache import CacheState
     from mlx_flashnext.engine.plan import PlanRequest
+    from mlx_flashnext.reports.measure import Case, Row
+    from mlx_flashnext.reports.page_cache import CacheState
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SpeedRequest:
         Raises:
             UsageProblem: there is none, or one needs a recorded run.
         """
-        from mlx_flashnext.engine.measure import cases_of
+        from mlx_flashnext.reports.measure import cases_of
 
         cases = cases_of(self.prompts, self.answers, self.depths)
         if not cases:
@@ -106,9 +106,9 @@ def _row(
 ) -> "Row":
     from mlx_flashnext.engine.conditions import conditions_of
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.measure import run_case
-    from mlx_flashnext.engine.page_cache import prepare
-    from mlx_flashnext.engine.prompt_sets import SALTED_SET, demo_tasks
+    from mlx_flashnext.reports.measure import run_case
+    from mlx_flashnext.reports.page_cache import prepare
+    from mlx_flashnext.reports.prompt_sets import SALTED_SET, demo_tasks
 
     files = [info.path for info in engine.checkpoint.table.files]
     state = disk.page_cache or "as-is"
@@ -136,7 +136,7 @@ def _row(
 
 
 def _prepare(files: Sequence[Path], state: "CacheState") -> None:
-    from mlx_flashnext.engine.page_cache import prepare
+    from mlx_flashnext.reports.page_cache import prepare
 
     prepare(files, state)
 

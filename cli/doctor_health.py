@@ -7,8 +7,8 @@ from cli.console import Console
 from cli.golden import golden_document, golden_lines
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.golden import GoldenCheck
-    from mlx_flashnext.engine.surroundings import Surroundings
+    from mlx_flashnext.reports.golden import GoldenCheck
+    from mlx_flashnext.reports.surroundings import Surroundings
 
 
 def show_health(console: Console, around: "Surroundings", check: "GoldenCheck | None", why_none: str) -> None:

@@ -13,8 +13,8 @@ from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.draft_report import VariantReport
-    from mlx_flashnext.engine.draft_report_run import DraftReport
+    from mlx_flashnext.reports.draft_report import VariantReport
+    from mlx_flashnext.reports.draft_report_run import DraftReport
 
 
 def draft_report(
@@ -39,9 +39,9 @@ def draft_report(
         num_tokens: most of each answer.
         drafts: drafters with the most proposals of a cycle, 0 for their own.
     """
-    from mlx_flashnext.engine.draft_report_run import Asked
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
+    from mlx_flashnext.reports.draft_report_run import Asked
+    from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
 
     prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
     asked = Asked(

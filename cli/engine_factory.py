@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint, Inspection
     from mlx_flashnext.conversion.recipe import Recipe
     from mlx_flashnext.conversion.writing import Converted
-    from mlx_flashnext.engine.compare import Difference
-    from mlx_flashnext.engine.doctor import Examination
-    from mlx_flashnext.engine.draft_report_run import Asked as DraftsAsked
-    from mlx_flashnext.engine.draft_report_run import DraftReport
     from mlx_flashnext.engine.engine import Engine
     from mlx_flashnext.engine.events import Event
-    from mlx_flashnext.engine.golden import GoldenCheck
     from mlx_flashnext.engine.machine import Machine
-    from mlx_flashnext.engine.pack_gain import PackGain
     from mlx_flashnext.engine.plan import Plan, PlanRequest
-    from mlx_flashnext.engine.predictor_report_run import PredictorReport, PredictorsAsked
     from mlx_flashnext.engine.sampler import SamplingParams
-    from mlx_flashnext.engine.ssd_wait_run import Asked, SsdWaitReport
-    from mlx_flashnext.engine.warm_run import WarmAsked, WarmStartReport
     from mlx_flashnext.packing import Packed, Verified
+    from mlx_flashnext.reports.compare import Difference
+    from mlx_flashnext.reports.doctor import Examination
+    from mlx_flashnext.reports.draft_report_run import Asked as DraftsAsked
+    from mlx_flashnext.reports.draft_report_run import DraftReport
+    from mlx_flashnext.reports.golden import GoldenCheck
+    from mlx_flashnext.reports.pack_gain import PackGain
+    from mlx_flashnext.reports.predictor_report_run import PredictorReport, PredictorsAsked
+    from mlx_flashnext.reports.ssd_wait_run import Asked, SsdWaitReport
+    from mlx_flashnext.reports.warm_run import WarmAsked, WarmStartReport
     from mlx_flashnext.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -184,23 +184,23 @@ def _make_plan(directory: Path, request: PlanRequest) -> Planned:
 
 def _measure_drive(directory: Path) -> float | None:
     from mlx_flashnext.checkpoint import open_checkpoint
-    from mlx_flashnext.engine.doctor import drive_rate
+    from mlx_flashnext.reports.doctor import drive_rate
 
     return drive_rate(open_checkpoint(directory))
 
 
 def _examine(directory: Path, progress: Callable[[int, int], None]) -> tuple[Checkpoint, Examination]:
     from mlx_flashnext.checkpoint import open_checkpoint
-    from mlx_flashnext.engine.doctor import examine
     from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.reports.doctor import examine
 
     checkpoint = open_checkpoint(directory)
     return checkpoint, examine(checkpoint, detect_machine(), progress=progress)
 
 
 def _check_golden(directory: Path, kept: Path, progress: Progress) -> GoldenCheck:
-    from mlx_flashnext.engine.golden import check_golden
     from mlx_flashnext.engine.machine import detect_machine
+    from mlx_flashnext.reports.golden import check_golden
 
     return check_golden(directory, detect_machine(), kept, progress)
 
@@ -218,7 +218,7 @@ def _verify_pack(directory: Path, progress: Progress) -> Verified:
 
 
 def _measure_pack_gain(source: Path, pack: Path, progress: Progress) -> PackGain:
-    from mlx_flashnext.engine.pack_gain import measure_gain
+    from mlx_flashnext.reports.pack_gain import measure_gain
 
     return measure_gain(source, pack, progress=progress)
 
@@ -237,7 +237,7 @@ def _compare_builds(
     num_tokens: int,
     progress: Progress,
 ) -> Difference:
-    from mlx_flashnext.engine.compare import compare_builds
+    from mlx_flashnext.reports.compare import compare_builds
 
     return compare_builds(
         reference, other, request, num_prompts=num_prompts, num_tokens=num_tokens, progress=progress
@@ -245,25 +245,25 @@ def _compare_builds(
 
 
 def _measure_ssd_wait(asked: Asked, machine: Machine, progress: Progress) -> SsdWaitReport:
-    from mlx_flashnext.engine.ssd_wait_run import measure_ssd_wait
+    from mlx_flashnext.reports.ssd_wait_run import measure_ssd_wait
 
     return measure_ssd_wait(asked, machine, progress)
 
 
 def _measure_predictors(asked: PredictorsAsked, machine: Machine, progress: Progress) -> PredictorReport:
-    from mlx_flashnext.engine.predictor_report_run import measure_predictors
+    from mlx_flashnext.reports.predictor_report_run import measure_predictors
 
     return measure_predictors(asked, machine, progress)
 
 
 def _measure_drafts(asked: DraftsAsked, machine: Machine, progress: Progress) -> DraftReport:
-    from mlx_flashnext.engine.draft_report_run import measure_drafts
+    from mlx_flashnext.reports.draft_report_run import measure_drafts
 
     return measure_drafts(asked, machine, progress)
 
 
 def _measure_warm_start(asked: WarmAsked, machine: Machine, progress: Progress) -> WarmStartReport:
-    from mlx_flashnext.engine.warm_run import measure_warm_start
+    from mlx_flashnext.reports.warm_run import measure_warm_start
 
     return measure_warm_start(asked, machine, progress)
 

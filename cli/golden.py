@@ -14,7 +14,7 @@ from cli.errors import describe
 from cli.settings import goldens
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.golden import GoldenCheck
+    from mlx_flashnext.reports.golden import GoldenCheck
 
 SHOWN_CHARACTERS = 100
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from cli.console import Console, as_json_value
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.expectation import Expectation, Span
-    from mlx_flashnext.engine.plan_table import Cell
+    from mlx_flashnext.reports.expectation import Expectation, Span
+    from mlx_flashnext.reports.plan_table import Cell
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from cli.options import MemoryOptions
 from cli.settings import expanded
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.predictor_report_run import PredictorReport
+    from mlx_flashnext.reports.predictor_report_run import PredictorReport
 
 NUM_FIXED = 3
 """Tasks of the demo that come before its held-out ones."""
@@ -52,9 +52,9 @@ def predictor_report(
     """
     from drafter.train.captures import CaptureSet
     from mlx_flashnext.engine.machine import detect_machine
-    from mlx_flashnext.engine.predictor_report_run import PredictorsAsked
-    from mlx_flashnext.engine.prompt_sets import CHAT_SET, demo_tasks
-    from mlx_flashnext.engine.ssd_wait_run import Asked
+    from mlx_flashnext.reports.predictor_report_run import PredictorsAsked
+    from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
+    from mlx_flashnext.reports.ssd_wait_run import Asked
 
     prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks()[NUM_FIXED:])
     served = Asked(
@@ -85,7 +85,7 @@ def _captures(place: Path | None) -> Path | None:
 
 def show_predictor_report(console: Console, report: "PredictorReport") -> None:
     """Write the report to stdout."""
-    from mlx_flashnext.engine.predictor_report import MULTIPLES
+    from mlx_flashnext.reports.predictor_report import MULTIPLES
 
     sizes = [f"@{named}" for named in report.sizes]
     console.line(f"recall of {sum(report.num_rows)} verified rows, mean over layers; n experts named of each")

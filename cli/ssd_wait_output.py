@@ -13,8 +13,8 @@ from cli.bench_output import condition_lines
 from cli.console import Console, counted, size
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.ssd_wait import VariantReport
-    from mlx_flashnext.engine.ssd_wait_run import SsdWaitReport
+    from mlx_flashnext.reports.ssd_wait import VariantReport
+    from mlx_flashnext.reports.ssd_wait_run import SsdWaitReport
 
 Cells = Callable[["VariantReport"], Sequence[str]]
 _NUM_LAYERS_SHOWN = 6
@@ -42,7 +42,7 @@ tokens       of a cycle; U_B: distinct experts of a layer in one block; break
 def show_report(console: Console, report: "SsdWaitReport") -> None:
     """Write the report to stdout."""
     variants, disk = report.variants, report.conditions.disk
-    from mlx_flashnext.engine.page_cache import MOST_CACHED
+    from mlx_flashnext.reports.page_cache import MOST_CACHED
 
     title = "" if disk == "real" else " (simulated disk)"
     if title:

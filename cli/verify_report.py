@@ -13,7 +13,7 @@ from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.verify_report import VerifyReport
+    from mlx_flashnext.reports.verify_report import VerifyReport
 
 
 def verify_report(
@@ -24,7 +24,7 @@ def verify_report(
     disk: DiskOptions,
 ) -> "VerifyReport":
     """Run the report."""
-    from mlx_flashnext.engine.verify_report import NUM_PROPOSALS, verify_report
+    from mlx_flashnext.reports.verify_report import NUM_PROPOSALS, verify_report
 
     # Planned for blocks, so that the way back has its memory; nobody proposes.
     request = replace(plan_request(memory, found), draft="lookup", num_draft_tokens=NUM_PROPOSALS)

@@ -2,7 +2,7 @@
 
 Entry points: `TraceChecker` (a line at a time), `Totals` (what an answer's lines add up to, for writer and
 checker), `checked_lines`, `read_trace`. Model-free: what the target's logits imply is replayed by
-`mlx_flashnext/engine/replay.py`.
+`mlx_flashnext/traces/replay.py`.
 """
 
 from __future__ import annotations

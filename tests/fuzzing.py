@@ -45,9 +45,9 @@ from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.governor import Governor
 from mlx_flashnext.engine.kept_tables import KeptTables, TablesKey
 from mlx_flashnext.engine.learned import Learned
-from mlx_flashnext.engine.replay import replay_trace
 from mlx_flashnext.errors import ModelError
 from mlx_flashnext.text.generation_config import read_generation_defaults
+from mlx_flashnext.traces.replay import replay_trace
 from tests.golden.traces.generate import DRAWN, TWO_TAPS, Case, record, with_sums
 from tests.tiny import drafts
 from tests.tiny.checkpoints import tiny_config

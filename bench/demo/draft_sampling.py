@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_flashnext.engine.draft_promote import chi_square
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.training.draft_promote import chi_square
 
 from .draft_score import arguments, drafters_of, held_out, opened
 

@@ -35,15 +35,15 @@ from drafter.train.evaluate import calibration
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.cycle import CycleFacts
 from mlx_flashnext.engine.draft_target import DraftTarget
-from mlx_flashnext.engine.draft_training import load_draft
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.streams import draw_draft
+from mlx_flashnext.reports.prompt_sets import chat_prompts
 from mlx_flashnext.tokenizer import Tokenizer
+from mlx_flashnext.training.draft_training import load_draft
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_TOKENS, CONTEXT = 400, 1024

@@ -22,9 +22,9 @@ from drafter.oracle import OracleDrafter
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
-from mlx_flashnext.engine.measure import GREEDY
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import demo_tasks, salted_prompt
+from mlx_flashnext.reports.measure import GREEDY
+from mlx_flashnext.reports.prompt_sets import demo_tasks, salted_prompt
 
 TAPS = (1, 3, 4, 6)
 BAR = 1.02

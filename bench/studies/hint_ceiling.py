@@ -24,9 +24,9 @@ from drafter.oracle import OracleDrafter
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.predictors import Predictor, Previous
 from mlx_flashnext.engine.routes import Pass, RouteLog
+from mlx_flashnext.reports.measure import GREEDY, answer
 
 HINTS = ("off", "frequency", "near-gate", "block")
 

@@ -45,10 +45,10 @@ from bench.studies.turns import (
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import answer
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.route_files import kind_that_loads
+from mlx_flashnext.reports.measure import answer
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.tokenizer import Tokenizer
 
 ATTAINED, RANDOM_COST, NGRAM_SHARE, RESIDENT = 0.85, 1.01, 0.01, 0.95

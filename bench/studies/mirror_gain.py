@@ -15,8 +15,8 @@ from expert_store.mirrored import MirroredSource
 from expert_store.source import ByteSource, FileSource
 from expert_store.testing import ThrottledSource
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine.disk import measure_disk
-from mlx_flashnext.engine.page_cache import prepare
+from mlx_flashnext.reports.disk import measure_disk
+from mlx_flashnext.reports.page_cache import prepare
 
 LATENCY_S = 100e-6
 

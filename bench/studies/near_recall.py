@@ -26,12 +26,12 @@ from expert_store.keys import Prefetch
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
-from mlx_flashnext.engine.measure import GREEDY
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictors import GateAhead
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.moe import LookAhead
+from mlx_flashnext.reports.measure import GREEDY
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 
 Rows = list[list[int]]
 

@@ -21,14 +21,14 @@ from drafter.train.captures import HELD_OUT, TRAIN, CaptureSet
 from drafter.train.fit_sidecar import SidecarRows
 from drafter.train.route_losses import wanted
 from mlx_flashnext.demo import demo_dir
-from mlx_flashnext.engine.draft_training import load_draft
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.learned_predictors import averaged
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.predictor_report import MULTIPLES, Scoring, judge
-from mlx_flashnext.engine.predictor_report_run import Priors
-from mlx_flashnext.engine.route_rows import clean_rows, some_anchors
-from mlx_flashnext.engine.route_training import near_reads, table_of
+from mlx_flashnext.reports.predictor_report import MULTIPLES, Scoring, judge
+from mlx_flashnext.reports.predictor_report_run import Priors
+from mlx_flashnext.training.draft_training import load_draft
+from mlx_flashnext.training.route_rows import clean_rows, some_anchors
+from mlx_flashnext.training.route_training import near_reads, table_of
 
 AHEAD = 2
 

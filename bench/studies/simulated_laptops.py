@@ -25,15 +25,15 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.errors import BudgetTooSmall
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.machine import mac_of
-from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.plan import PlanRequest, make_plan
 from mlx_flashnext.engine.predictors import NearGate
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.routes import RouteLog
-from mlx_flashnext.engine.simulated_machine import FREE, Compute, SimulatedMachine
-from mlx_flashnext.engine.simulated_report import Cell, Sweep, sweep
-from mlx_flashnext.engine.simulated_routes import blocks_of_passes, scaled
-from mlx_flashnext.engine.simulation import RoutedBlock
+from mlx_flashnext.reports.measure import GREEDY, answer
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
+from mlx_flashnext.simulation.simulated_machine import FREE, Compute, SimulatedMachine
+from mlx_flashnext.simulation.simulated_report import Cell, Sweep, sweep
+from mlx_flashnext.simulation.simulated_routes import blocks_of_passes, scaled
+from mlx_flashnext.simulation.simulation import RoutedBlock
 from mlx_flashnext.tokenizer import Tokenizer
 
 NUM_STREAMS, STREAM_EXPERTS = 8, 64

@@ -38,14 +38,14 @@ from mlx_flashnext.engine.deltas import plus, since
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictors import NearGate, Oracle, Predictor
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
-from mlx_flashnext.engine.simulated_machine import Compute, SimulatedMachine, write_machine
-from mlx_flashnext.engine.simulated_routes import Answers, blocks_of_passes, routes_by_position
-from mlx_flashnext.engine.simulation import Played, RecordedGuesses, Simulation, play_answers
+from mlx_flashnext.reports.measure import GREEDY, answer
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
+from mlx_flashnext.simulation.simulated_machine import Compute, SimulatedMachine, write_machine
+from mlx_flashnext.simulation.simulated_routes import Answers, blocks_of_passes, routes_by_position
+from mlx_flashnext.simulation.simulation import Played, RecordedGuesses, Simulation, play_answers
 from mlx_flashnext.tokenizer import Tokenizer
 
 BAR = 0.10

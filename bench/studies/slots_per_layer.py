@@ -23,13 +23,13 @@ from expert_store.layout import RecordLayout
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.routes import RouteLog
-from mlx_flashnext.engine.simulated_machine import FREE
-from mlx_flashnext.engine.simulated_routes import Answers, blocks_of_passes
-from mlx_flashnext.engine.simulation import Simulation
+from mlx_flashnext.reports.measure import GREEDY, answer
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
+from mlx_flashnext.simulation.simulated_machine import FREE
+from mlx_flashnext.simulation.simulated_routes import Answers, blocks_of_passes
+from mlx_flashnext.simulation.simulation import Simulation
 from mlx_flashnext.tokenizer import Tokenizer
 
 Misses = dict[int, int]

@@ -36,8 +36,8 @@ from mlx_flashnext.engine.engine import Engine, Session
 from mlx_flashnext.engine.errors import EngineError
 from mlx_flashnext.engine.events import Event, Finished, Token
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import demo_tasks
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.reports.prompt_sets import demo_tasks
 from mlx_flashnext.text.template import ChatTemplate
 
 CONTEXT: Final = 384

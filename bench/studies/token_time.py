@@ -32,10 +32,10 @@ from bench.studies.turns import Recorded
 from mlx_flashnext.engine.deltas import since
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import answer
 from mlx_flashnext.engine.predictors import Oracle
 from mlx_flashnext.experts import expert_glu
 from mlx_flashnext.model import flashnext
+from mlx_flashnext.reports.measure import answer
 
 PRODUCTS = 60
 

@@ -22,9 +22,9 @@ from mlx_flashnext.demo import DEMO_SLOTS, demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Event, Token
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import demo_tasks
-from mlx_flashnext.engine.recording import Recorder, TraceSettings
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.reports.prompt_sets import demo_tasks
+from mlx_flashnext.traces.recording import Recorder, TraceSettings
 
 STRETCH = 8
 

@@ -20,10 +20,10 @@ from mlx_flashnext.engine.deltas import since
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.measure import GREEDY, answer
 from mlx_flashnext.engine.predictors import Oracle, Predictor, PredictorSetting, make_predictor
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
-from mlx_flashnext.engine.ssd_wait_run import DRAFT_ORACLE
+from mlx_flashnext.reports.measure import GREEDY, answer
+from mlx_flashnext.reports.ssd_wait_run import DRAFT_ORACLE
 
 
 class Dial:

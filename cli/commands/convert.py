@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_flashnext.config import QuantSpec
     from mlx_flashnext.conversion.recipe import Recipe
     from mlx_flashnext.conversion.writing import Converted
-    from mlx_flashnext.engine.compare import Difference
+    from mlx_flashnext.reports.compare import Difference
 
 DROP, SAME = "drop", "same"
 AGREEMENT_PROMPTS, AGREEMENT_TOKENS, AGREEMENT_CONTEXT = 2, 16, 2048

@@ -15,7 +15,7 @@ from cli.options import ModelOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint
-    from mlx_flashnext.engine.doctor import DiskLine, Examination
+    from mlx_flashnext.reports.doctor import DiskLine, Examination
 
 
 def doctor(
@@ -42,7 +42,7 @@ def doctor(
     services: Services = context.obj
     found = chosen_model(target, model.model)
     from mlx_flashnext.engine.errors import EngineError
-    from mlx_flashnext.engine.surroundings import look_around
+    from mlx_flashnext.reports.surroundings import look_around
 
     with Interrupts():
         checkpoint, seen = services.examine(

@@ -53,11 +53,11 @@ def inspect(
     from drafter.compat import check_draft
     from mlx_flashnext.checkpoint import open_checkpoint
     from mlx_flashnext.engine.conditions import version_of
-    from mlx_flashnext.engine.draft_capture import CONTRACTIONS
     from mlx_flashnext.engine.draft_files import open_draft
     from mlx_flashnext.engine.draft_target import target_facts
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.tokenizer import Tokenizer
+    from mlx_flashnext.training.draft_capture import CONTRACTIONS
 
     found = find_model(model.model)
     checkpoint = open_checkpoint(found.directory)
@@ -120,8 +120,8 @@ def capture(
     A run that was cut short goes on where it stopped. The first documents are read again as prompts, and must
     give the same values.
     """
-    from mlx_flashnext.engine.draft_capture import CaptureRequest, read_prompts
-    from mlx_flashnext.engine.draft_capture import capture as capture_documents
+    from mlx_flashnext.training.draft_capture import CaptureRequest, read_prompts
+    from mlx_flashnext.training.draft_capture import capture as capture_documents
 
     found = find_model(model.model)
     params = replace(sampling_params(sampling, found.directory), seed=sampling.seed or 0)
@@ -181,7 +181,7 @@ def train(
     from drafter.documents import parse_object
     from drafter.train.captures import CaptureSet
     from drafter.train.runs import TrainSettings
-    from mlx_flashnext.engine.draft_training import default_config, train_draft
+    from mlx_flashnext.training.draft_training import default_config, train_draft
 
     found, captured = find_model(model.model), CaptureSet.open(expanded(captures))
     wanted = (
@@ -226,7 +226,7 @@ def export(
 ) -> int:
     """Make a draft of a training run: config, weights, contract, card."""
     from drafter.train.runs import Run
-    from mlx_flashnext.engine.draft_training import export_run
+    from mlx_flashnext.training.draft_training import export_run
 
     with _engine(context, console, find_model(model.model), None, CONTEXT) as engine:
         made = export_run(engine, Run(expanded(run)), expanded(out), licence=licence, dtype=dtype)
@@ -251,7 +251,7 @@ def evaluate(
 ) -> int:
     """Measure a draft on the held-out documents of a capture set: what greedy service would accept."""
     from drafter.train.captures import CaptureSet
-    from mlx_flashnext.engine.draft_training import evaluate_draft, load_draft
+    from mlx_flashnext.training.draft_training import evaluate_draft, load_draft
 
     with Interrupts(), _engine(context, console, find_model(model.model), None, CONTEXT) as engine:
         found = evaluate_draft(
@@ -303,8 +303,8 @@ def calibrate(
     from drafter import calibration
     from drafter.train.captures import CaptureSet
     from drafter.train.runs import replace_file
-    from mlx_flashnext.engine.draft_calibrate import calibrate as try_ways
-    from mlx_flashnext.engine.draft_training import load_draft
+    from mlx_flashnext.training.draft_calibrate import calibrate as try_ways
+    from mlx_flashnext.training.draft_training import load_draft
 
     directory = expanded(draft)
     with Interrupts(), _engine(context, console, find_model(model.model), None, CONTEXT) as engine:
@@ -356,10 +356,10 @@ def promote(
     What only the hardware that will serve can show is marked so.
     """
     from drafter.train.captures import CaptureSet
-    from mlx_flashnext.engine.draft_capture import read_prompts
-    from mlx_flashnext.engine.draft_promote import Ladder
-    from mlx_flashnext.engine.draft_promote import promote as climb
     from mlx_flashnext.tokenizer import Tokenizer
+    from mlx_flashnext.training.draft_capture import read_prompts
+    from mlx_flashnext.training.draft_promote import Ladder
+    from mlx_flashnext.training.draft_promote import promote as climb
 
     found, directory = find_model(model.model), expanded(draft)
     asked = read_prompts(expanded(prompts), found.directory, Tokenizer.open(found.directory))

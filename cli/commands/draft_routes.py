@@ -56,8 +56,8 @@ def train_near(
     from drafter.train.captures import CaptureSet
     from drafter.train.fit_near import NearSettings
     from mlx_flashnext.engine.route_files import write_routes
-    from mlx_flashnext.engine.route_training import RouteRequest
-    from mlx_flashnext.engine.route_training import train_near as fit
+    from mlx_flashnext.training.route_training import RouteRequest
+    from mlx_flashnext.training.route_training import train_near as fit
 
     found = find_model(model.model)
     place = found.directory / NEAR_DIRECTORY if out is None else expanded(out)
@@ -107,10 +107,10 @@ def train_sidecar(
     from drafter.route_files import SIDECAR_DIRECTORY
     from drafter.train.captures import CaptureSet
     from drafter.train.fit_sidecar import SidecarSettings
-    from mlx_flashnext.engine.draft_training import load_draft
     from mlx_flashnext.engine.route_files import write_routes
-    from mlx_flashnext.engine.route_training import RouteRequest
-    from mlx_flashnext.engine.route_training import train_sidecar as fit
+    from mlx_flashnext.training.draft_training import load_draft
+    from mlx_flashnext.training.route_training import RouteRequest
+    from mlx_flashnext.training.route_training import train_sidecar as fit
 
     found, directory = find_model(model.model), expanded(draft)
     request = RouteRequest(num_anchors=anchors, num_documents=documents, num_candidates=candidates, seed=seed)

@@ -14,7 +14,7 @@ from cli.model_path import find_model
 from cli.settings import expanded
 
 if TYPE_CHECKING:
-    from mlx_flashnext.engine.pack_gain import PackGain
+    from mlx_flashnext.reports.pack_gain import PackGain
 
 MOST_DAMAGED = 10
 

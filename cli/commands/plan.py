@@ -17,7 +17,7 @@ from cli.settings import popularity
 
 if TYPE_CHECKING:
     from mlx_flashnext.checkpoint import Checkpoint
-    from mlx_flashnext.engine.expectation import Expectation
+    from mlx_flashnext.reports.expectation import Expectation
 
 _EXPECT = "Expectation"
 MEASURE = "measure"
@@ -79,7 +79,7 @@ def plan(
     if table:
         return _table(console, services, model, memory, draft, target, drive, resident_rate, json=json)
     found = chosen_model(target, model.model)
-    from mlx_flashnext.engine.expectation import expect
+    from mlx_flashnext.reports.expectation import expect
 
     planned = services.make_plan(found.directory, plan_request(memory, found, draft))
     mirror = None
@@ -160,7 +160,7 @@ def _table(
     json: bool,
 ) -> int:
     """Show plans for machines that are not here."""
-    from mlx_flashnext.engine.plan_table import DRAFTERS, plan_table
+    from mlx_flashnext.reports.plan_table import DRAFTERS, plan_table
 
     if memory != MemoryOptions() or draft != DraftOptions():
         raise UsageProblem(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drafter.record import Cycle, Header
     from drafter.record_check import Identity
     from mlx_flashnext.engine.engine import Engine
-    from mlx_flashnext.engine.recording import TraceSettings
+    from mlx_flashnext.traces.recording import TraceSettings
 
 TraceFile = Annotated[str, typer.Argument(metavar="TRACE", help="A file that `trace record` wrote.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -94,7 +94,7 @@ def record(
             for notice in engine.notices:
                 console.note(f"note: {notice}")
             with closing(engine):
-                from mlx_flashnext.engine.recording import Recorder
+                from mlx_flashnext.traces.recording import Recorder
 
                 _check_logits(engine, logits)
                 recorder = Recorder(file.stream, _settings(engine, hidden, keeps_logits=logits))
@@ -199,7 +199,7 @@ def replay(
     the first thing that comes out otherwise is refused by line and field. A trace that was recorded without
     --logits cannot be replayed: that is exit code 3, not the 5 of one that is damaged or wrong.
     """
-    from mlx_flashnext.engine.replay import replay_trace
+    from mlx_flashnext.traces.replay import replay_trace
 
     with opened_trace(trace) as stream:
         outcome = replay_trace(stream, identity_of(context.obj, model))
@@ -300,7 +300,7 @@ def opened_trace(name: str) -> Generator[BinaryIO]:
 
 def _check_logits(engine: "Engine", wanted: bool) -> None:
     """Refuse to keep logits where a block has too many, rather than leave them out without a word."""
-    from mlx_flashnext.engine.recording import MOST_LOGITS
+    from mlx_flashnext.traces.recording import MOST_LOGITS
 
     rows, ids = engine.plan.num_draft_tokens + 1, engine.config.vocab_size
     if wanted and rows * ids > MOST_LOGITS:
@@ -313,7 +313,7 @@ def _check_logits(engine: "Engine", wanted: bool) -> None:
 def _settings(
     engine: "Engine", hidden: Literal["digest", "payload"], *, keeps_logits: bool
 ) -> "TraceSettings":
-    from mlx_flashnext.engine.recording import TraceSettings
+    from mlx_flashnext.traces.recording import TraceSettings
 
     checkpoint = engine.checkpoint
     return TraceSettings(

@@ -16,9 +16,9 @@ from cli.settings import expanded
 
 if TYPE_CHECKING:
     from expert_store.layout import RecordLayout
-    from mlx_flashnext.engine.simulated_machine import SimulatedMachine
-    from mlx_flashnext.engine.simulated_report import Cell, Sweep
-    from mlx_flashnext.engine.simulated_routes import Answers
+    from mlx_flashnext.simulation.simulated_machine import SimulatedMachine
+    from mlx_flashnext.simulation.simulated_report import Cell, Sweep
+    from mlx_flashnext.simulation.simulated_routes import Answers
 
 _MODEL, _SWEEP = "Model", "What is simulated"
 SIMULATED_HINTS = ("off", "frequency", "previous", "random", "recorded", "oracle")
@@ -126,8 +126,8 @@ def simulate(
     own, times are the machine file's. Every figure is simulated, none is measured. Rows of the n-gram table
     are not in it.
     """
-    from mlx_flashnext.engine.simulated_machine import FREE, read_machine
-    from mlx_flashnext.engine.simulated_report import Sweep, sweep, to_dict
+    from mlx_flashnext.simulation.simulated_machine import FREE, read_machine
+    from mlx_flashnext.simulation.simulated_report import Sweep, sweep, to_dict
 
     machines = [read_machine(expanded(name)) for name in machine or ()] or [FREE]
     wanted_widths = counts("--widths", widths)
@@ -169,7 +169,7 @@ def simulate(
 def _answers(services: Services, trace: str, model: str | None, *, has_sizes: bool) -> "Answers":
     """Return the blocks of a trace that is whole, and of this model."""
     from drafter.record_check import Identity, read_trace
-    from mlx_flashnext.engine.simulated_routes import NoRoutes, blocks_of_trace
+    from mlx_flashnext.simulation.simulated_routes import NoRoutes, blocks_of_trace
 
     if model is not None and has_sizes:
         raise UsageProblem("--model and --experts both say what the experts are", hint="give one")

@@ -14,8 +14,8 @@ from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Event, Finished, Token
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.reports.prompt_sets import chat_prompts
 from mlx_flashnext.tokenizer import Tokenizer
 
 SHIPPED = demo_dir() / "draft"

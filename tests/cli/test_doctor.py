@@ -12,9 +12,9 @@ from expert_store.errors import SourceFailed
 from expert_store.source import FileSource
 from expert_store.testing import CountingSource, FaultySource, ThrottledSource
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine import disk
-from mlx_flashnext.engine.disk import DiskRate, measure_disk
-from mlx_flashnext.engine.doctor import READERS, examine
+from mlx_flashnext.reports import disk
+from mlx_flashnext.reports.disk import DiskRate, measure_disk
+from mlx_flashnext.reports.doctor import READERS, examine
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux
 
@@ -55,7 +55,7 @@ def test_people_see_a_table_and_what_was_not_measured(model):
 )
 def test_readers_are_advised_only_where_the_drive_answered(model, monkeypatch, share, row, advises):
     """A page that was dropped may have stayed in memory: its rate is not the drive's."""
-    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: share)
+    monkeypatch.setattr("mlx_flashnext.reports.doctor.cached_share", lambda *_: share)
     result = flashnext("doctor", "--model", model)
     assert row in result.stdout
     assert ("fastest when cold: --readers" in result.stdout) == advises

@@ -14,11 +14,11 @@ from cli.engine_factory import Services
 from cli.settings import goldens
 from cli.tree import app
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine import surroundings
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.golden import NUM_TOKENS, check_golden
 from mlx_flashnext.engine.machine import GIB, detect_machine
-from mlx_flashnext.engine.surroundings import look_around
+from mlx_flashnext.reports import surroundings
+from mlx_flashnext.reports.golden import NUM_TOKENS, check_golden
+from mlx_flashnext.reports.surroundings import look_around
 from tests.tiny.checkpoints import build_mlx
 
 PMSET = b"""System-wide power settings:
@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _few_depths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is test_doctor.py's subject; here it is read once."""
-    monkeypatch.setattr("mlx_flashnext.engine.doctor.READERS", (2,))
+    monkeypatch.setattr("mlx_flashnext.reports.doctor.READERS", (2,))
 
 
 def flashnext(*words: object):
@@ -179,7 +179,7 @@ def test_p61_a_model_that_says_something_else_is_found_and_stays_found(model):
 def test_p61_other_conditions_replace_the_golden_instead_of_blaming_the_model(model, monkeypatch):
     machine = detect_machine()
     assert check_golden(model, machine, goldens()).outcome == "kept"
-    monkeypatch.setattr("mlx_flashnext.engine.golden.version_of", lambda _name: "9.9")
+    monkeypatch.setattr("mlx_flashnext.reports.golden.version_of", lambda _name: "9.9")
     assert check_golden(model, machine, goldens()).outcome == "new conditions"
     assert check_golden(model, machine, goldens()).outcome == "same"
 
@@ -224,7 +224,7 @@ def test_a_model_that_does_not_fit_is_examined_all_the_same(model, monkeypatch):
     def refuse(*_: object, **__: object):
         raise BudgetTooSmall("no room", hint="")
 
-    monkeypatch.setattr("mlx_flashnext.engine.golden.check_golden", refuse)
+    monkeypatch.setattr("mlx_flashnext.reports.golden.check_golden", refuse)
     result = flashnext("doctor", model)
     assert result.exit_code == 0
     assert "golden: not checked, no room" in result.stdout

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from cli.engine_factory import Services
 from cli.tree import app
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine import draft_report_run
-from mlx_flashnext.engine.draft_report_run import Asked
 from mlx_flashnext.engine.errors import BudgetTooSmall
 from mlx_flashnext.engine.plan import PlanRequest, make_plan
-from mlx_flashnext.engine.ssd_wait_run import DifferentText
+from mlx_flashnext.reports import draft_report_run
+from mlx_flashnext.reports.draft_report_run import Asked
+from mlx_flashnext.reports.ssd_wait_run import DifferentText
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.machines import linux
 from tests.tiny.own_drafts import write_draft

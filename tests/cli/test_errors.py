@@ -9,7 +9,7 @@ import mlx_flashnext.engine.errors
 import mlx_flashnext.errors
 from cli import errors
 from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, NOT_ENOUGH, USAGE, describe
-from mlx_flashnext.engine.simulated_machine import MachineForeign, MachineUnusable
+from mlx_flashnext.simulation.simulated_machine import MachineForeign, MachineUnusable
 from mlx_flashnext.text.messages import MessageRefused
 from mlx_flashnext.text.template import ChatTemplateFailed
 

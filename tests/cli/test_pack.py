@@ -110,7 +110,7 @@ def test_when_records_are_compared_shows_in_the_plan(source, tmp_path, verify):
 
 
 def gained(ratio: float | None, low: float = 0.0, high: float = 0.0, cache: str = "cold", why: str = ""):
-    from mlx_flashnext.engine.pack_gain import PackGain
+    from mlx_flashnext.reports.pack_gain import PackGain
 
     rates = (1 << 30, round((ratio or 0) * (1 << 30)))
     return lambda *_: PackGain(ratio, low, high, *rates, cache, why)

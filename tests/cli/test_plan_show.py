@@ -179,7 +179,7 @@ def test_two_names_for_one_command_are_refused(mlx, hf):
 
 
 def test_the_table_needs_no_model_and_says_what_it_rests_on(monkeypatch):
-    from mlx_flashnext.engine import plan_table
+    from mlx_flashnext.reports import plan_table
 
     few = functools.partial(plan_table.plan_table, memory_gib=(16, 128))
     monkeypatch.setattr(plan_table, "plan_table", few)
@@ -206,10 +206,10 @@ def test_a_case_shows_its_arithmetic_and_a_measured_drive(mlx, monkeypatch):
     assert "expected, not measured" in result.stdout
     document = json.loads(flashnext("plan", mlx, "--drive", "2GB", "--json").stdout)["expected"]
     assert document["storage_s"]["worse"] == document["token_bytes"]["worse"] / 2e9
-    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: 0.0)
+    monkeypatch.setattr("mlx_flashnext.reports.doctor.cached_share", lambda *_: 0.0)
     measured = json.loads(flashnext("plan", mlx, "--drive", "measure", "--json").stdout)["expected"]
     assert measured["storage_s"]["worse"] > 0
-    monkeypatch.setattr("mlx_flashnext.engine.doctor.cached_share", lambda *_: 1.0)
+    monkeypatch.setattr("mlx_flashnext.reports.doctor.cached_share", lambda *_: 1.0)
     warm = flashnext("plan", mlx, "--drive", "measure")
     assert warm.exit_code == 1
     assert "pages are in memory" in warm.stderr

@@ -11,8 +11,8 @@ from cli.engine_factory import Services
 from cli.tree import app
 from expert_store.books import Ledger
 from expert_store.stats import Fate
-from mlx_flashnext.engine import ssd_wait_run
-from mlx_flashnext.engine.ssd_wait_run import DifferentText, Recorded
+from mlx_flashnext.reports import ssd_wait_run
+from mlx_flashnext.reports.ssd_wait_run import DifferentText, Recorded
 from tests.tiny.checkpoints import build_mlx
 
 HINTS = ("off", "oracle")

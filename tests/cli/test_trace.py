@@ -18,8 +18,8 @@ from cli.engine_factory import Services
 from cli.tree import app
 from drafter.record import Answer, Cycle, Header
 from drafter.record_check import read_trace
-from mlx_flashnext.engine import verify_report
 from mlx_flashnext.engine.draft_files import open_draft
+from mlx_flashnext.reports import verify_report
 from tests.cli.conftest import environment
 from tests.golden.traces import generate
 from tests.tiny.checkpoints import build_mlx
@@ -215,7 +215,7 @@ def test_a_place_where_no_file_can_be_is_refused_before_the_model_is_loaded(mode
 
 
 def test_logits_that_no_block_could_keep_are_refused(model, place, monkeypatch):
-    monkeypatch.setattr("mlx_flashnext.engine.recording.MOST_LOGITS", 100)
+    monkeypatch.setattr("mlx_flashnext.traces.recording.MOST_LOGITS", 100)
     words = ("trace", "record", "--model", model, "-o", place / "t", "--logits", "hello", *WORDS)
     result = flashnext(*words)
     assert (result.exit_code, result.stdout) == (2, "")

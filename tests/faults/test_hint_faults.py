@@ -23,11 +23,11 @@ from expert_store.testing import CountingSource, FaultySource, ThrottledSource
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, PrefillProgress, Token
 from mlx_flashnext.engine.hints import Hints
-from mlx_flashnext.engine.page_cache import prepare
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictors import NearGate, Oracle
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.reports.page_cache import prepare
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import prompt_of
 

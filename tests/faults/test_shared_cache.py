@@ -11,8 +11,8 @@ import pytest
 
 from expert_store.popularity import load_popularity
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine.golden import Golden, check_golden
 from mlx_flashnext.engine.machine import detect_machine
+from mlx_flashnext.reports.golden import Golden, check_golden
 from tests.cli.conftest import ROOT
 from tests.tiny.checkpoints import build_mlx
 

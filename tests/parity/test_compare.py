@@ -8,11 +8,11 @@ import pytest
 
 from mlx_flashnext.conversion.recipe import Recipe, parse_spec
 from mlx_flashnext.conversion.writing import convert_checkpoint
-from mlx_flashnext.engine.compare import Difference, compare_builds
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
+from mlx_flashnext.reports.compare import Difference, compare_builds
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 from tests.tiny.checkpoints import build_hf
 from tests.tiny.engines import greedy
 from tests.tiny.stepping import advance

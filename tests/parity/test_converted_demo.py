@@ -9,12 +9,12 @@ import pytest
 
 from mlx_flashnext.conversion.recipe import Recipe, parse_spec
 from mlx_flashnext.conversion.writing import convert_checkpoint
-from mlx_flashnext.engine.compare import compare_builds
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.reports.compare import compare_builds
+from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 from tests.tiny.plain_demo import build_plain_demo
 
 TOKENS, MTP_TOKENS, SLOTS = 12, 24, 24

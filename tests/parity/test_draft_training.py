@@ -16,9 +16,14 @@ from drafter.errors import DrafterError
 from drafter.train.captures import CaptureSet
 from drafter.train.evaluate import cycles_of
 from drafter.train.runs import TrainSettings
-from mlx_flashnext.engine import draft_capture, draft_promote
-from mlx_flashnext.engine.draft_calibrate import calibrate
-from mlx_flashnext.engine.draft_capture import (
+from mlx_flashnext.engine.engine import Engine
+from mlx_flashnext.engine.errors import IncompatibleDrafter, InvalidRequest, TargetDiffers
+from mlx_flashnext.engine.events import Finished
+from mlx_flashnext.engine.plan import PlanRequest
+from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.training import draft_capture, draft_promote
+from mlx_flashnext.training.draft_calibrate import calibrate
+from mlx_flashnext.training.draft_capture import (
     CaptureRequest,
     Prompt,
     ReplayDiffers,
@@ -26,8 +31,8 @@ from mlx_flashnext.engine.draft_capture import (
     facts_of,
     replay,
 )
-from mlx_flashnext.engine.draft_promote import Ladder, chi_square, promote
-from mlx_flashnext.engine.draft_training import (
+from mlx_flashnext.training.draft_promote import Ladder, chi_square, promote
+from mlx_flashnext.training.draft_training import (
     check_build,
     default_config,
     evaluate_draft,
@@ -36,11 +41,6 @@ from mlx_flashnext.engine.draft_training import (
     load_draft,
     train_draft,
 )
-from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.errors import IncompatibleDrafter, InvalidRequest, TargetDiffers
-from mlx_flashnext.engine.events import Finished
-from mlx_flashnext.engine.plan import PlanRequest
-from mlx_flashnext.engine.sampler import SamplingParams
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
 from tests.tiny.route_hints import write_sidecar

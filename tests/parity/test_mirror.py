@@ -9,12 +9,12 @@ import pytest
 from expert_store.mirrored import MirroredSource
 from expert_store.source import FileSource
 from mlx_flashnext.checkpoint import open_checkpoint
-from mlx_flashnext.engine.disk import measure_disk
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Token
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.packing import pack_checkpoint
+from mlx_flashnext.reports.disk import measure_disk
 from tests.tiny.checkpoints import build_mlx
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]

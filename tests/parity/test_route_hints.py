@@ -18,14 +18,14 @@ from drafter.train.captures import CaptureSet
 from drafter.train.fit_near import NearSettings
 from drafter.train.fit_sidecar import SidecarSettings, codes_of
 from mlx_flashnext.engine import hints
-from mlx_flashnext.engine.draft_capture import CaptureRequest, Prompt, capture
-from mlx_flashnext.engine.draft_training import load_draft
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.learned_predictors import Learned
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.route_files import write_routes
-from mlx_flashnext.engine.route_rows import candidate_rows, clean_rows, served_paths, some_anchors
-from mlx_flashnext.engine.route_training import (
+from mlx_flashnext.training.draft_capture import CaptureRequest, Prompt, capture
+from mlx_flashnext.training.draft_training import load_draft
+from mlx_flashnext.training.route_rows import candidate_rows, clean_rows, served_paths, some_anchors
+from mlx_flashnext.training.route_training import (
     RouteRequest,
     near_reads,
     table_of,

@@ -1,10 +1,11 @@
 """Engines on tiny checkpoints: how tests open what the product opens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from expert_store.source import ByteSource
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.plan import PlanRequest
@@ -20,6 +21,7 @@ def open_tiny(
     draft: str | None = None,
     draft_tokens: int | None = None,
     snapshots: int = 4,
+    wrap_source: Callable[[ByteSource], ByteSource] = lambda source: source,
 ) -> Engine:
     """Open a tiny checkpoint with a fixed number of slots; draft tokens alone mean the test's own drafter."""
     request = PlanRequest(
@@ -30,7 +32,7 @@ def open_tiny(
         num_draft_tokens=draft_tokens,
         num_snapshots=snapshots,
     )
-    return Engine.open(directory, request)
+    return Engine.open(directory, request, wrap_source=wrap_source)
 
 
 def prompt_of(length: int, seed: int = 7) -> list[int]:

@@ -33,10 +33,10 @@ from drafter.record import (
     raw_lines,
 )
 from drafter.record_check import Totals
-from mlx_flashnext.engine.recording import Recorder, TraceSettings
-from mlx_flashnext.engine.replay_rig import BlockScript, Capture, ReplayRig, RigSize
 from mlx_flashnext.engine.sampler import Sampler, SamplingParams, choose, processed
 from mlx_flashnext.engine.verify import Rule, resolve_rule
+from mlx_flashnext.traces.recording import Recorder, TraceSettings
+from mlx_flashnext.traces.replay_rig import BlockScript, Capture, ReplayRig, RigSize
 
 HERE = Path(__file__).resolve().parent
 VOCAB = 24

@@ -30,8 +30,8 @@ from expert_store.prefetch import Prefetcher
 from mlx_flashnext.engine import verify as verification
 from mlx_flashnext.engine.cycle import Timeline
 from mlx_flashnext.engine.drafting import Wants
-from mlx_flashnext.engine.replay import replay_trace
 from mlx_flashnext.state import Block
+from mlx_flashnext.traces.replay import replay_trace
 from tests.golden.traces import generate
 
 GREEDY = DraftSampling(0.0, 0, 0)

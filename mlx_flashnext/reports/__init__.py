@@ -1,0 +1,1 @@
+"""What is measured and told to people. Nothing here answers anybody."""

@@ -1,0 +1,1 @@
+"""Sessions written down cycle by cycle, and replayed without a model."""

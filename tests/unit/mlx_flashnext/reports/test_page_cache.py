@@ -1,0 +1,41 @@
+"""A cache that is said to be cold is cold."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_flashnext.reports.page_cache import MOST_CACHED, cached_share, prepare
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux drops pages without privileges")
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    """A file that is on the drive, where the file system lets go of such pages at all."""
+    path = tmp_path / "clean"
+    with path.open("wb") as stream:
+        stream.write(os.urandom(1 << 20))
+        stream.flush()
+        os.fsync(stream.fileno())
+    share = prepare([path], "cold").cached_share
+    if share is None or share > MOST_CACHED:
+        pytest.skip("this file system keeps its pages")
+    return path
+
+
+def test_a_file_is_cold_or_warm_as_asked(clean: Path) -> None:
+    assert prepare([clean], "warm").cached_share == 1
+    assert prepare([clean], "as-is").cached_share == 1
+    cold = prepare([clean], "cold")
+    assert cold.cached_share == 0
+    assert "posix_fadvise" in cold.how
+
+
+def test_a_file_that_was_written_a_moment_ago_is_cold_too(clean: Path) -> None:
+    """Pages that are not on the drive yet cannot be dropped: a new checkpoint was measured from memory."""
+    fresh = clean.with_name("fresh")
+    fresh.write_bytes(os.urandom(1 << 20))
+    assert cached_share([fresh]) == 1
+    assert prepare([fresh], "cold").cached_share == 0
