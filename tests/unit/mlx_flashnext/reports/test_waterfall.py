@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from expert_store.keys import ExpertKey, ReadClass, WaitCause
-from expert_store.source import ByteSource, ThrottledSource
+from expert_store.source import ByteSource
 from expert_store.stats import Fate
+from expert_store.testing import ThrottledSource
 from expert_store.ticket import Ticket
 from mlx_flashnext.engine.deltas import since
 from mlx_flashnext.engine.engine import Engine
