@@ -13,7 +13,7 @@ from typing import Any, Final
 MARGIN_BYTES: Final = 64 << 20
 SLOW_BYTES_PER_S: Final = 60_000_000
 FIRST_PROMPT, FIRST_TOKENS = 48, 3
-NEXT_PROMPT, NEXT_TOKENS = 16, 11
+NEXT_PROMPT, NEXT_TOKENS = 16, 33
 
 
 @dataclass(frozen=True, slots=True)
