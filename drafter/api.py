@@ -14,7 +14,7 @@ Source: dflash2.md 4.2 (protocol), 3.3 (laws of a proposal).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -34,7 +34,7 @@ class RouteHints:
 
     Attributes:
         codes: float32 [k + 1, r], one for the anchor and every proposed token; `drafter.sidecar.RouteHead`
-            reads experts and confidences out of them.
+            reads experts and confidences out of them. Early ones are [1, r], of the anchor's row alone.
     """
 
     codes: NDArray[np.float32]
@@ -265,9 +265,12 @@ class RouteDrafter(Drafter, Protocol):
 
     Attributes:
         tells_routes: whether somebody reads them; proposals carry none while it is False.
+        hears_early: told what the anchor's row will want while the drafter's own pass runs, if it knows so
+            early; None for nobody. Costs one more read-back, of something that is there by then.
     """
 
     tells_routes: bool
+    hears_early: Callable[[RouteHints], None] | None
 
 
 class HeadView(Protocol):

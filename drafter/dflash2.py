@@ -7,6 +7,7 @@ engine.
 Invariants:
 D1. The context ends at the anchor: `rows observed == context end == position of the anchor`.
 D2. A proposal waits for the device once; candidates and their probabilities stay there for the verifier.
+    Where early route hints are heard, once more: for what was submitted before the draft's own pass.
 D3. Embedding and head are the target's, borrowed: nothing of them is copied or freed here.
 D4. A proposal holds real token ids only, never the mask id nor a padding row, and ends at the first stop id.
 
@@ -18,7 +19,7 @@ Source: dflash2.md 1.4 to 1.11, 2.1 to 2.6.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -115,6 +116,7 @@ class Dflash2Drafter:
         feature_request: what `observe` wants of the target.
         counts: of the session, over all sequences.
         tells_routes: whether proposals are to carry routes; without a sidecar they never do.
+        hears_early: told what the anchor's row will want while the draft's own pass runs; a sidecar's work.
     """
 
     needs_stack = False
@@ -133,6 +135,7 @@ class Dflash2Drafter:
         sidecar: Sidecar | None = None,
     ) -> None:
         self.tells_routes = False
+        self.hears_early: Callable[[RouteHints], None] | None = None
         self._sidecar = sidecar
         self.kind: str = config.family
         self._options = options or Dflash2Options()
@@ -217,6 +220,7 @@ class Dflash2Drafter:
                 f"The first proposal is wanted at {sampling.position}, but the anchor is at {position}",
                 hint="hand over every kept row once",
             )
+        early = self._early_code()
         drafted = self._draft(k, position, sampling)
         path, best_k = drafted.path, drafted.best
         columns = [path.tokens, best_k, path.confidence, mx.broadcast_to(drafted.is_broken, best_k.shape)]
@@ -224,6 +228,9 @@ class Dflash2Drafter:
         codes = self._codes(drafted, k)
         if codes is not None:  # rides along: one wait serves both (D2)
             read = mx.concatenate([read, codes.reshape(-1)])
+        if early is not None:
+            mx.async_eval(read)  # the device drafts while the host makes reads of the early code
+            self._tell_early(early)
         values = self._target.to_host(read)
         rows = [values[4 * slot : 4 * slot + 4] for slot in range(k)]
         if any(row[3] for row in rows):
@@ -310,6 +317,21 @@ class Dflash2Drafter:
         path = mx.concatenate([mx.array([self._anchor], mx.int32), drafted.path.tokens.astype(mx.int32)])
         hidden = drafted.hidden[: k + 1]
         return self._sidecar.codes(hidden, self._before, path, self._target.embed, self._context.newest())
+
+    def _early_code(self) -> mx.array | None:
+        """Submit the early code of the anchor's row; None where nobody hears of it or no context is there."""
+        context = self._context.newest()
+        if self._sidecar is None or not self.tells_routes or self.hears_early is None or not context.shape[0]:
+            return None
+        assert self._anchor is not None
+        code = self._sidecar.early_code(self._before, self._anchor, self._target.embed, context)
+        mx.async_eval(code)
+        return code
+
+    def _tell_early(self, early: mx.array) -> None:
+        """Hand over the early code, which the device has made before it began to draft."""
+        assert self.hears_early is not None
+        self.hears_early(RouteHints(np.asarray(self._target.to_host(early), np.float32)))
 
     def _draft(self, k: int, position: int, sampling: DraftSampling) -> _Drafted:
         """Compute the block and walk the path."""

@@ -19,7 +19,7 @@ from drafter.sidecar import SidecarSizes
 
 SIDECAR_FORMAT = "flashnext-route-sidecar"
 NEAR_FORMAT = "flashnext-near-map"
-VERSION = 1
+VERSIONS = {SIDECAR_FORMAT: 2, NEAR_FORMAT: 1}
 SIDECAR_DIRECTORY, NEAR_DIRECTORY = "sidecar", "near"
 DOCUMENT, TENSORS = "routes.json", "routes.safetensors"
 STORED = ("F16", "BF16", "F32")
@@ -35,7 +35,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class Lineage(_Part, frozen=True):
+class Lineage(_Part, frozen=True, omit_defaults=True):
     """What it was trained on; clean rows are of committed text, candidate rows of what a draft proposed.
 
     Attributes:
@@ -48,6 +48,7 @@ class Lineage(_Part, frozen=True):
         num_steps: of training.
         seed: of first values and batches.
         runtime_version: of this program.
+        early_rows: rows of committed text that a sidecar's early trunk learnt from; a near map has none.
     """
 
     captures_digest: str
@@ -59,6 +60,7 @@ class Lineage(_Part, frozen=True):
     num_steps: int
     seed: int
     runtime_version: str
+    early_rows: int = 0
 
 
 class SidecarDocument(_Part, frozen=True):
@@ -154,7 +156,7 @@ def read_route_document(data: bytes, kind: type[Routes]) -> Routes:
     """
     document = parse_object(data, DOCUMENT)
     said = document.pop("format", None), document.pop("version", None)
-    wanted = _FORMATS[kind], VERSION
+    wanted = _FORMATS[kind], VERSIONS[_FORMATS[kind]]
     if said != wanted:
         raise DocumentRefused(
             f"{DOCUMENT} is {said[0]!r} version {said[1]!r}, wanted {wanted[0]!r} version {wanted[1]}"
@@ -172,7 +174,8 @@ def read_route_document(data: bytes, kind: type[Routes]) -> Routes:
 
 def written(document: SidecarDocument | NearDocument) -> bytes:
     """Return the bytes of a document."""
-    plain = {"format": _FORMATS[type(document)], "version": VERSION, **msgspec.to_builtins(document)}
+    name = _FORMATS[type(document)]
+    plain = {"format": name, "version": VERSIONS[name], **msgspec.to_builtins(document)}
     return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
 
 

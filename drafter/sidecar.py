@@ -11,6 +11,11 @@ tokens before it are what the target's n-gram memory will look up. All of it bec
 so that one forward of the trunk a proposal serves all layers, rides on the read-back that the proposal needs
 anyway, and is refreshed inside the verify pass by what earlier layers have shown, without asking the device.
 
+Of the anchor's row all but h_0 is known before the draft runs. A trunk of its own, with the same heads, makes
+a code of that, so that reads for one row of the block can begin while the draft computes:
+
+    early   = V_0 e(d_0) + V_1 e(d_-1) + V_2 e(d_-2) + V_c c + slot                      before the draft
+
 Invariants:
 R1. Nothing here reaches a token: codes leave beside the proposal, and only reads are made of them.
 R2. Rows of a code follow the proposed path: the anchor first, then every proposed token.
@@ -32,6 +37,8 @@ from numpy.typing import NDArray
 from drafter.layers import Params
 
 INPUTS = ("hidden", "token", "before", "earlier", "context")
+STAGES = ("proposed", "refreshed", "early")
+"""What a code knows when it is scored: the draft's states, layers that have run too, or neither."""
 NUM_BEFORE = 2
 """Tokens before a row's own that its code reads."""
 EPSILON = 1e-6
@@ -69,7 +76,9 @@ class SidecarSizes:
             "heads": heads,
             "bias": (num_layers, self.num_experts),
             "seen": heads,
-            "calibration": (2, num_layers, 2),
+            "calibration": (len(STAGES), num_layers, 2),
+            **{f"early.{name}.weight": (self.rank, self.hidden_size) for name in INPUTS[1:]},
+            "early.slot": (self.rank,),
         }
 
     def num_values(self) -> int:
@@ -94,9 +103,21 @@ def trunk(
         slots: slot of every row, int32 [R].
     """
     parts = [hidden_RH, *(_unit(rows) for rows in embedded), context_RH]
-    code = params["slot"][slots].astype(mx.float32)
-    for name, rows in zip(INPUTS, parts, strict=True):
-        weight = params[f"{name}.weight"]
+    return _summed(params, params["slot"][slots], "", INPUTS, parts)
+
+
+def early_trunk(params: Params, embedded: Sequence[mx.array], context_1H: mx.array) -> mx.array:
+    """Return the code [1, r] of an anchor's row without the draft's states, float32, lazy; see `trunk`."""
+    parts = [*(_unit(rows) for rows in embedded), context_1H]
+    return _summed(params, params["early.slot"][None], "early.", INPUTS[1:], parts)
+
+
+def _summed(
+    params: Params, first: mx.array, prefix: str, names: Sequence[str], parts: Sequence[mx.array]
+) -> mx.array:
+    code = first.astype(mx.float32)
+    for name, rows in zip(names, parts, strict=True):
+        weight = params[f"{prefix}{name}.weight"]
         code = code + (rows.astype(weight.dtype) @ weight.T).astype(mx.float32)
     return code
 
@@ -111,7 +132,7 @@ class Sidecar:
     """The part on the device.
 
     Args:
-        params: of the trunk: `INPUTS` and `slot`.
+        params: of both trunks: `INPUTS` and `slot`, of the early one behind `early.`.
         sizes: of them.
         head: the part on the host.
         pad_id: stands for tokens before the start of a text.
@@ -140,15 +161,41 @@ class Sidecar:
             embed: the target's embedding rows of ids.
             context_1H: the newest fused row, [1, H] or [0, H] where there is none.
         """
-        known = [*([self._pad_id] * NUM_BEFORE), *before][-NUM_BEFORE:]
-        whole = mx.concatenate([mx.array(known, mx.int32), path_R.astype(mx.int32)])
-        rows = embed(whole)
         num_rows = path_R.shape[0]
-        embedded = [rows[NUM_BEFORE - back : NUM_BEFORE - back + num_rows] for back in range(NUM_BEFORE + 1)]
-        if not context_1H.shape[0]:
-            context_1H = mx.zeros((1, hidden_RH.shape[1]), hidden_RH.dtype)
+        embedded = self._embedded(before, path_R, embed)
         slots = mx.minimum(mx.arange(num_rows), self.sizes.num_slots - 1)
-        return trunk(self._params, hidden_RH, embedded, context_1H, slots)
+        return trunk(self._params, hidden_RH, embedded, self._context(context_1H), slots)
+
+    def early_code(
+        self,
+        before: Sequence[int],
+        anchor: int,
+        embed: Callable[[mx.array], mx.array],
+        context_1H: mx.array,
+    ) -> mx.array:
+        """Return the code [1, r] of the anchor's row, lazy, of what is known before the draft runs.
+
+        Args:
+            before: committed tokens before the anchor, the newest last.
+            anchor: the last committed token.
+            embed: the target's embedding rows of ids.
+            context_1H: as in `codes`.
+        """
+        embedded = self._embedded(before, mx.array([anchor], mx.int32), embed)
+        return early_trunk(self._params, embedded, self._context(context_1H))
+
+    def _embedded(
+        self, before: Sequence[int], path_R: mx.array, embed: Callable[[mx.array], mx.array]
+    ) -> list[mx.array]:
+        """Return the embedding rows of every row's token and of those before it."""
+        known = [*([self._pad_id] * NUM_BEFORE), *before][-NUM_BEFORE:]
+        rows = embed(mx.concatenate([mx.array(known, mx.int32), path_R.astype(mx.int32)]))
+        num_rows = path_R.shape[0]
+        return [rows[NUM_BEFORE - back : NUM_BEFORE - back + num_rows] for back in range(NUM_BEFORE + 1)]
+
+    def _context(self, context_1H: mx.array) -> mx.array:
+        """Return the context row; zeros where there is none."""
+        return context_1H if context_1H.shape[0] else mx.zeros((1, self.sizes.hidden_size), context_1H.dtype)
 
     def num_bytes(self) -> int:
         """Return the bytes of both parts."""
@@ -193,11 +240,14 @@ class RouteHead:
             last: place after the last one; None for all.
             is_refreshed: whether a layer has been seen since the codes came: calibrated apart.
         """
-        which = slice(first, last)
+        return self.log_odds_of(codes, slice(first, last), "refreshed" if is_refreshed else "proposed")
+
+    def log_odds_of(self, codes: NDArray[np.float32], which: slice, stage: str) -> NDArray[np.float32]:
+        """Return calibrated log-odds [L', R, E] of codes of one of `STAGES`, of some places."""
         z = codes[None] + self._layer[which, None]
         scores = np.matmul(z / (1 + np.exp(-np.clip(z, -_CLIP, _CLIP))), self._heads[which])
         scores += self._bias[which, None]
-        scale, shift = np.moveaxis(self._calibration[int(is_refreshed), which], -1, 0)[:, :, None, None]
+        scale, shift = np.moveaxis(self._calibration[STAGES.index(stage), which], -1, 0)[:, :, None, None]
         return scores * scale + shift
 
     def after(
@@ -220,6 +270,9 @@ class RouteHead:
 
 
 def union_confidence(log_odds_RE: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return how likely it is that any of the rows chooses an expert, [E], rows taken as independent."""
-    none = np.exp(-np.logaddexp(0.0, log_odds_RE.astype(np.float64)).sum(axis=-2))
-    return (1.0 - none).astype(np.float32)
+    """Return how likely it is that any of the rows chooses an expert, [.., E] of [.., R, E].
+
+    Rows are taken as independent.
+    """
+    unlikely = 1.0 + np.exp(np.minimum(log_odds_RE.astype(np.float64), _CLIP))
+    return (1.0 - 1.0 / unlikely.prod(axis=-2)).astype(np.float32)

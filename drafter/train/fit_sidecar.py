@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
-from drafter.sidecar import EPSILON, INPUTS, NUM_BEFORE, RouteHead, SidecarSizes
+from drafter.sidecar import EPSILON, INPUTS, NUM_BEFORE, STAGES, RouteHead, SidecarSizes
 from drafter.train.fit_state import SAVE_EVERY, FitState
 from drafter.train.route_losses import Adam, fit_calibration, layer_weights, loss_and_slope, wanted
 from drafter.train.schedule import rate_at
@@ -165,13 +165,10 @@ def loss_and_gradients(params: Values, batch: SidecarBatch, top_k: int) -> tuple
     whole = np.concatenate([params[f"{name}.weight"] for name in INPUTS], axis=1)
     seen = params["seen"].reshape(-1, params["seen"].shape[-1])
     code = batch.inputs @ whole.T + params["slot"][batch.slots] + batch.seen @ seen
-    z = code[None] + params["layer"][:, None]
-    one = np.float32(1)
-    gate = (one / (one + np.exp(-np.clip(z, -_CLIP, _CLIP)))).astype(np.float32)
-    active = z * gate
+    active, slope_of_z = gated(code, params["layer"])
     scores = (active @ params["heads"].swapaxes(1, 2) + params["bias"][:, None]).astype(np.float32)
     loss, slope = loss_and_slope(scores, batch.wanted, batch.weights, top_k=top_k)
-    back = (slope @ params["heads"]) * (gate * (1 + z * (1 - gate)))
+    back = (slope @ params["heads"]) * slope_of_z
     of_code = back.sum(axis=0)
     pieces = np.split(of_code.T @ batch.inputs, len(INPUTS), axis=1)
     gradients = {f"{name}.weight": piece for name, piece in zip(INPUTS, pieces, strict=True)}
@@ -186,6 +183,16 @@ def loss_and_gradients(params: Values, batch: SidecarBatch, top_k: int) -> tuple
     return loss, gradients
 
 
+def gated(
+    code: NDArray[np.floating], layer_Lr: NDArray[np.float32]
+) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Return what the heads read of codes [N, r], [L, N, r], and its slope in the codes."""
+    z = code[None] + layer_Lr[:, None]
+    one = np.float32(1)
+    gate = (one / (one + np.exp(-np.clip(z, -_CLIP, _CLIP)))).astype(np.float32)
+    return z * gate, gate * (1 + z * (1 - gate))
+
+
 def fit_sidecar(
     rows: SidecarRows,
     aside: SidecarRows,
@@ -196,7 +203,7 @@ def fit_sidecar(
     progress: Callable[[int, int, float], None] = lambda _done, _total, _loss: None,
     state: FitState | None = None,
 ) -> Values:
-    """Train a sidecar and return its values, calibrated.
+    """Train a sidecar and return its values, calibrated, its early trunk as it began (`fit_early.py`).
 
     Args:
         rows: to train on.
@@ -212,8 +219,10 @@ def fit_sidecar(
         DrafterError: the state is of another fit, a loss is not finite.
     """
     generator = np.random.default_rng((settings.seed, 3))
-    params = initial_sidecar(sizes, settings.seed)
-    del params["calibration"]
+    initial = initial_sidecar(sizes, settings.seed)
+    early = {name: initial.pop(name) for name in sizes.shapes() if name.startswith("early.")}
+    del initial["calibration"]
+    params = initial
     adam, losses = Adam(params, settings.clip), list[float]()
     first = 0 if state is None else state.resume(adam, generator)
     for step in range(first, settings.num_steps):
@@ -230,14 +239,14 @@ def fit_sidecar(
             losses = []
         if state is not None and (step + 1) % SAVE_EVERY == 0:
             state.save(step + 1, adam, generator)
-    return params | {"calibration": calibrated(params, aside, sizes, table)}
+    return params | early | {"calibration": calibrated(params, aside, sizes, table)}
 
 
 def calibrated(
     params: Values, aside: SidecarRows, sizes: SidecarSizes, table: EmbeddingTable
 ) -> NDArray[np.float32]:
-    """Return scale and shift of every layer [2, L, 2]: with nothing seen, and with the layers before it."""
-    found = np.zeros((2, len(sizes.layers), 2), np.float32)
+    """Return scale and shift of every layer by stage: with nothing seen, and with the layers before it."""
+    found = np.zeros((len(STAGES), len(sizes.layers), 2), np.float32)
     found[..., 0] = 1
     head = RouteHead(params | {"calibration": found.copy()}, sizes.layers, sizes.top_k, 0.0)
     codes = codes_of(params, aside, table)

@@ -5,7 +5,8 @@ through the target yet, and k proposals of a drafter. The target runs the whole 
 verification keeps the a proposals that the target would have chosen itself and adds one token of the target's
 own, the correction or the bonus. Plain decode is k = 0: there is no second loop.
 
-    1  propose    the drafter guesses what follows the anchor; the governor says how many tokens pay
+    1  propose    the drafter guesses what follows the anchor; the governor says how many tokens pay. What a
+                  route sidecar knows of the anchor's row is read ahead while the draft runs
     2  hint       guesses of the block's routes become reads ahead; n-gram rows are issued: they are known
     3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute;
                   what the layer says of later ones is handed over while its own records are on their way
@@ -15,7 +16,8 @@ own, the correction or the bonus. Plain decode is k = 0: there is no second loop
     7  observe    the drafter sees the kept rows, and no others
     8  advance    the generation moves on: leases end, tickets of the past lose their owner
 
-Waits for the device per cycle: one per streamed layer, plus one, plus those of the drafter.
+Waits for the device per cycle: one per streamed layer, plus one, plus those of the drafter: one for a block
+draft's proposal, and one for an early route hint, whose value is there before the draft has run.
 """
 
 import time
@@ -173,6 +175,7 @@ class Timeline:
             self.hints.set_level(self._governor.least_right)
         if self._route_drafter is not None:
             self._route_drafter.tells_routes = self.hints is not None and self.hints.wants_routes
+            self._route_drafter.hears_early = self._read_early
         laps.begin()
         proposal = drafting.propose(room, sampler)
         laps.end("draft")
@@ -243,6 +246,17 @@ class Timeline:
         finally:
             experts.listener = None
             experts.num_unverified = 0
+
+    def _read_early(self, routes: RouteHints) -> None:
+        """Read ahead for the block to come what the drafter says before it has proposed."""
+        if self.hints is None:
+            return
+        experts = self.target.experts
+        experts.generation, experts.listener = self.generation, self.hints
+        try:
+            experts.hand_over(self.hints.early(routes))
+        finally:
+            experts.listener = None
 
     def _advance(self, consumed: Sequence[int]) -> None:
         self.target.experts.device_idle()

@@ -3,6 +3,7 @@
 All policy of hints is here: which class a guess is read in, when it is expected to be needed, how many may
 be handed over, and that a predictor which fails is left alone from then on. The store decides what is read.
 
+    before a proposal    predictor.early   -> speculative, for the anchor's row, where a drafter tells
     after a proposal     predictor.drafted    what the drafter says of the block to come
     at a block's start   predictor.begin   -> speculative, by layer order
     after layer l's ids  predictor.routed  -> near for the block that runs, speculative beyond it
@@ -15,7 +16,8 @@ Invariants:
         without one it is done in one pass of `REST_PASSES`;
     H3  guesses are handed over only as far as such guesses were right before (worth.py), and as the governor
         finds that cycles gain by it (hint_level.py): a predictor that knows nothing costs nothing;
-    H4  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept.
+    H4  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept;
+    H5  early hints are of the block that begins next, whatever is proposed: its deadlines, its generation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,8 +62,9 @@ class Hints:
         self._num_layers = num_layers
         self._log = log
         self._pass = 0
-        self._is_open = self._is_predicting = False
-        self._expected: list[Guess] = []
+        self._is_open = self._is_predicting = self._is_early = False
+        self._expected: list[tuple[int, Rows]] = []
+        self._early_guesses: list[Guess] = []
         self._num_accepted = self._num_idle = self._num_resting = 0
         self._least_right = USUAL
         self._worth = Worth()
@@ -83,6 +86,19 @@ class Hints:
         """Set the share of guesses that must be right, from the next pass on; above 1 nobody is asked."""
         self._least_right = least_right
 
+    def early(self, routes: RouteHints) -> HandOver:
+        """Return what to read ahead for the block that begins next, before there is a proposal (H5).
+
+        Args:
+            routes: what the drafter says of the anchor's row.
+        """
+        if self._is_open:
+            return HandOver()
+        self._next_pass(is_prefill=False)
+        self._is_early = True
+        self._early_guesses = self._ask(lambda predictor: predictor.early(routes))
+        return self._ahead(self._early_guesses, ReadClass.SPECULATIVE)
+
     def begin(
         self,
         tokens: Sequence[int],
@@ -99,18 +115,14 @@ class Hints:
             is_prefill: a chunk of the prompt (H4).
             routes: what the drafter says of the block's rows, if it does.
         """
-        self._pass += 1
-        self._is_open = True
-        is_asked = self._predictor is not None and not self.stopped and self._least_right <= 1
-        self._is_predicting = is_asked and not is_prefill
-        self._expected = []
-        self._num_accepted = 0
-        if self._is_predicting and self._num_resting:
-            self._num_resting -= 1
-        deadline = self._pass * self._num_layers
-        self._worth.begin(deadline, may_try=not self._num_resting, least_right=self._least_right)
+        if not self._is_early or is_prefill:
+            self._next_pass(is_prefill=is_prefill)
+        self._is_open, self._is_early = True, False
         if self._log is not None:
             self._log.begin(position, len(tokens))
+            if self._early_guesses:
+                self._log.guessed(self._early_guesses)
+        self._early_guesses = []
         self._ask(lambda predictor: predictor.drafted(routes) or ())
         guesses = self._ask(lambda predictor: predictor.begin(tokens, position))
         return self._ahead(guesses, ReadClass.SPECULATIVE)
@@ -127,8 +139,8 @@ class Hints:
         self._num_accepted += self._worth.issued(hints)
 
     def expect(self, layer: int, ids_TN: Rows) -> None:
-        """Take an early guess of a layer; it is handed over with what `routed` says."""
-        self._expected += self._ask(lambda predictor: predictor.expect(layer, ids_TN))
+        """Take an early guess of a layer; `routed` makes hints of it, once exact reads are on their way."""
+        self._expected.append((layer, ids_TN))
 
     def routed(self, layer: int, ids_TK: Rows) -> HandOver:
         """Take a layer's true choice and return what to read ahead now."""
@@ -137,8 +149,11 @@ class Hints:
         if self._log is not None:
             self._log.routed(layer, ids_TK)
         self._worth.routed(self._pass * self._num_layers + layer, ids_TK)
-        guesses, self._expected = self._expected, []
-        guesses = guesses + self._ask(lambda predictor: predictor.routed(layer, ids_TK))
+        expected, self._expected = self._expected, []
+        guesses: list[Guess] = []
+        for later, ids_TN in expected:
+            guesses += self._ask(lambda predictor, at=later, ids=ids_TN: predictor.expect(at, ids))
+        guesses += self._ask(lambda predictor: predictor.routed(layer, ids_TK))
         return self._ahead(guesses, ReadClass.NEAR)
 
     def commit(self, num_rows: int) -> None:
@@ -155,6 +170,17 @@ class Hints:
             self._log.commit(num_rows)
         self._ask(lambda predictor: predictor.commit(num_rows) or ())
         self._is_predicting = False
+
+    def _next_pass(self, *, is_prefill: bool) -> None:
+        self._pass += 1
+        is_asked = self._predictor is not None and not self.stopped and self._least_right <= 1
+        self._is_predicting = is_asked and not is_prefill
+        self._expected = []
+        self._num_accepted = 0
+        if self._is_predicting and self._num_resting:
+            self._num_resting -= 1
+        deadline = self._pass * self._num_layers
+        self._worth.begin(deadline, may_try=not self._num_resting, least_right=self._least_right)
 
     def _ask(self, question: Callable[[Predictor], Iterable[Guess]]) -> list[Guess]:
         """Return the answer, no longer than a hand-over. What a predictor raises ends prediction alone."""
@@ -187,7 +213,7 @@ class Hints:
             self._stop(error)
             return HandOver()
         self.num_guesses += len(hints)
-        if self._log is not None:
+        if self._log is not None and self._is_open:
             self._log.guessed(guesses)
         return HandOver(hints, furthest)
 

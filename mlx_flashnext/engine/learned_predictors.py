@@ -1,7 +1,8 @@
 """Trained guesses of routes: a draft's route sidecar, a model's near map, or both. Entry: `learned`.
 
-    sidecar      when a proposal is made: every layer, from the draft's state, ordered by deadline. After
-                 layer l has chosen: the next `REFRESHED_LAYERS` again, from codes that now know layer l
+    sidecar      before a proposal is made: every layer, for the anchor's row. When it is made: every layer,
+                 for all rows, from the draft's state, ordered by deadline. After layer l has chosen: the
+                 next `REFRESHED_LAYERS` again, from codes that now know layer l
     near-linear  while layer l runs: layer l + 2, from the stack
     both         the sidecar far ahead and its refreshed guesses, the near map close by; where both speak of a
                  layer, their log-odds are averaged
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.api import RouteHints
-from drafter.near import LAYERS_AHEAD, NearMap, decoded
+from drafter.near import CODE_STEPS, LAYERS_AHEAD, NearMap
 from drafter.sidecar import RouteHead, union_confidence
 from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.model.layer import DecoderLayer
@@ -30,6 +31,9 @@ REFRESHED_LAYERS: Final = 2
 """Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
 the real model's head has 48 layers of 512 experts, and this runs on the thread that decodes."""
 _SURE: Final = 12.0
+_CHANCES = np.clip(np.arange(CODE_STEPS) / (CODE_STEPS - 1), 1e-5, 1 - 1e-5)
+_LOG_ODDS: Final = np.minimum(np.log(_CHANCES / (1 - _CHANCES)), _SURE).astype(np.float32)
+"""Of every confidence that a near map's code can say."""
 
 
 class NearAhead(LookAhead):
@@ -68,10 +72,17 @@ class Learned:
         self._layers, self._top_k = dict(layers), top_k
         self._near, self._head = near, head
         self._codes: NDArray[np.float32] | None = None
-        self._num_rows = 0
+        self._said: dict[int, NDArray[np.float32]] = {}
         self.look_ahead: tuple[LookAhead, ...] = () if near is None else (NearAhead(near),)
         self.wants_routes = head is not None
         self.num_drafted = 0
+
+    def early(self, routes: RouteHints) -> Iterable[Guess]:
+        """Return the sidecar's guesses for the anchor's row, of all layers, before there is a proposal."""
+        if self._head is None:
+            return ()
+        scores = self._head.log_odds_of(routes.codes, slice(None), "early")
+        return self._named(self._head.layers, scores, self._head.cut)
 
     def drafted(self, routes: RouteHints | None) -> None:
         """Take the codes of the block that is about to begin; without any the sidecar is silent for it."""
@@ -81,13 +92,25 @@ class Learned:
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
         """Return the sidecar's guesses of all layers."""
         del position
-        self._num_rows = len(tokens)
+        self._said.clear()
         if self._head is None or self._codes is None:
             return ()
         if len(self._codes) != len(tokens):
             self._codes = None
             return ()
-        return self._far(0, None, is_refreshed=False)
+        return self._named(
+            self._head.layers, self._head.log_odds(self._codes, is_refreshed=False), self._head.cut
+        )
+
+    def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
+        """Take the near map's opinion of a layer; where the sidecar has one too, `routed` names of both."""
+        if self._near is None:
+            return ()
+        log_odds = near_log_odds(ids_TN, self._layers.get(layer, 0))
+        if self._head is not None and self._codes is not None and layer in self._head.layers:
+            self._said[layer] = log_odds
+            return ()
+        return self._named((layer,), log_odds[None], self._near.cut)
 
     def routed(self, layer: int, ids_TK: Rows) -> Iterable[Guess]:
         """Let the sidecar see what a layer chose, and return its guesses of the next layers."""
@@ -95,45 +118,33 @@ class Learned:
             return ()
         self._codes = self._head.after(self._codes, layer, ids_TK)
         first = self._head.place_after(layer)
-        return self._far(first, first + REFRESHED_LAYERS, is_refreshed=True)
-
-    def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
-        """Return the near map's guesses of a layer; with the sidecar's opinion of its experts, if any."""
-        if self._near is None:
+        layers = self._head.layers[first : first + REFRESHED_LAYERS]
+        if not layers:
             return ()
-        num_experts = self._layers.get(layer, 0)
-        log_odds = near_log_odds(ids_TN, num_experts)
-        if self._head is not None and self._codes is not None and layer in self._head.layers:
-            place = self._head.layers.index(layer)
-            others = self._head.log_odds(self._codes, place, place + 1, is_refreshed=True)[0]
-            log_odds = averaged(log_odds, others)
-        return self._named(layer, log_odds, self._near.cut)
+        scores = self._head.log_odds(self._codes, first, first + REFRESHED_LAYERS, is_refreshed=True)
+        for place, later in enumerate(layers):
+            if later in self._said:
+                scores[place] = averaged(self._said[later], scores[place])
+        return self._named(layers, scores, self._head.cut)
 
     def commit(self, num_rows: int) -> None:
         """Forget the block."""
         del num_rows
         self._codes = None
 
-    def _far(self, first: int, last: int | None, *, is_refreshed: bool) -> list[Guess]:
-        assert self._head is not None
-        assert self._codes is not None
-        layers = self._head.layers[first:last]
-        if not layers:
-            return []
-        scores = self._head.log_odds(self._codes, first, last, is_refreshed=is_refreshed)
+    def _named(self, layers: Sequence[int], log_odds_LTE: NDArray[np.float32], cut: float) -> list[Guess]:
+        """Return the experts of streamed layers that reach the cut, the likeliest of each layer first."""
+        chance = union_confidence(log_odds_LTE)
+        best = np.argsort(-chance, axis=-1, kind="stable")[:, : log_odds_LTE.shape[1] * self._top_k]
+        sure = np.take_along_axis(chance, best, axis=-1)
+        count = (sure >= cut).sum(axis=-1).tolist()
+        each = zip(layers, best.tolist(), sure.tolist(), count, strict=True)
         return [
-            guess
-            for layer, log_odds in zip(layers, scores, strict=True)
+            Guess(layer, expert, confidence)
+            for layer, experts, confidences, number in each
             if layer in self._layers
-            for guess in self._named(layer, log_odds, self._head.cut)
+            for expert, confidence in zip(experts[:number], confidences[:number], strict=True)
         ]
-
-    def _named(self, layer: int, log_odds_TE: NDArray[np.float32], cut: float) -> list[Guess]:
-        """Return a layer's experts that reach the cut, the likeliest first."""
-        chance = union_confidence(log_odds_TE)
-        most = len(log_odds_TE) * self._top_k
-        best = np.argsort(-chance, kind="stable")[:most]
-        return [Guess(layer, int(expert), float(chance[expert])) for expert in best if chance[expert] >= cut]
 
 
 def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -145,10 +156,8 @@ def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArr
 def near_log_odds(codes_TN: Rows, num_experts: int) -> NDArray[np.float32]:
     """Return [T, E] log-odds of what a near map named, minus infinity elsewhere."""
     found = np.full((len(codes_TN), num_experts), -np.inf, np.float32)
-    for row, codes in enumerate(codes_TN):
-        for expert, chance in decoded(codes):
-            bounded = min(max(chance, 1e-5), 1 - 1e-5)
-            found[row, expert] = min(np.log(bounded / (1 - bounded)), _SURE)
+    codes = np.asarray(codes_TN)
+    np.put_along_axis(found, codes // CODE_STEPS, _LOG_ODDS[codes % CODE_STEPS], axis=1)
     return found
 
 

@@ -41,6 +41,10 @@ class Predictor(Protocol):
     wants_routes: bool
     """Whether it has a use for what a drafter says of its proposals' routes."""
 
+    def early(self, routes: RouteHints) -> Iterable[Guess]:
+        """Return guesses of the block that begins next, from what a drafter says of the anchor's row."""
+        ...
+
     def drafted(self, routes: RouteHints | None) -> None:
         """Hear what the drafter says of the block that is about to begin; None if it says nothing."""
         ...
@@ -67,6 +71,10 @@ class _Silent(Predictor):
 
     look_ahead: tuple[LookAhead, ...] = ()
     wants_routes = False
+
+    def early(self, routes: RouteHints) -> Iterable[Guess]:
+        del routes
+        return ()
 
     def drafted(self, routes: RouteHints | None) -> None:
         del routes

@@ -156,7 +156,7 @@ def _judged(
         document = read_route_document(read_regular(place / DOCUMENT), kind)
         _check_files(place, document)
     except (DocumentRefused, OSError, StoreError) as error:
-        return None, (f"the {name} cannot be used, so its hints are off: {shown(error)}",)
+        return None, (f"the {name} cannot be used, so its hints are off: {shown(error)} (run: {command})",)
     verdict = check_sidecar(document.facts(), draft_digest, facts)
     if verdict.reasons:
         return None, tuple(f"{one.code}: {one.message}; its hints are off" for one in verdict.reasons)

@@ -316,6 +316,7 @@ class TimedDrafter:
 
     inner: Drafter
     tells_routes: bool = False
+    hears_early: Callable[[RouteHints], None] | None = None
     times: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     def __getattr__(self, name: str) -> Any:
@@ -327,7 +328,8 @@ class TimedDrafter:
         order = (False, True) if len(self.times) % 2 else (True, False)
         taken, made = dict[bool, int](), dict[bool, Proposal]()
         for tells in order:
-            cast("RouteDrafter", self.inner).tells_routes = tells
+            inner = cast("RouteDrafter", self.inner)
+            inner.tells_routes, inner.hears_early = tells, self.hears_early if tells else None
             began = time.perf_counter_ns()
             made[tells] = self.inner.propose(k, sampling)
             taken[tells] = time.perf_counter_ns() - began

@@ -85,6 +85,7 @@ class OverheardHints(Hints):
         super().__init__(None, num_layers)
         self._inner = inner
         self._heard = Heard()
+        self._heard_early: list[HandOver] = []
 
     def take(self) -> Heard:
         """Return what was heard since the last time."""
@@ -101,6 +102,14 @@ class OverheardHints(Hints):
         if self._inner is not None:
             self._inner.set_level(least_right)
 
+    def early(self, routes: RouteHints) -> HandOver:
+        """Listen; see `Hints`."""
+        if self._inner is None:
+            return HandOver()
+        ahead = self._inner.early(routes)
+        self._heard_early = [ahead]
+        return ahead
+
     def begin(
         self,
         tokens: Sequence[int],
@@ -110,7 +119,7 @@ class OverheardHints(Hints):
         routes: RouteHints | None = None,
     ) -> HandOver:
         """Open a block; see `Hints`."""
-        self._heard = Heard()
+        self._heard, self._heard_early = Heard(ahead=self._heard_early), []
         if self._inner is None:
             return HandOver()
         return self._pass_on(self._inner.begin(tokens, position, is_prefill=is_prefill, routes=routes))

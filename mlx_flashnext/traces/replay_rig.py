@@ -121,6 +121,10 @@ class _Predictor:
     def __init__(self) -> None:
         self.guesses: Sequence[tuple[int, int, Mapping[int, float]]] = ()
 
+    def early(self, routes: RouteHints) -> list[Guess]:
+        del routes
+        return []
+
     def drafted(self, routes: RouteHints | None) -> None:
         del routes
 

@@ -1,7 +1,7 @@
 """Rows that a route sidecar is trained on: blocks of committed text, and blocks that a draft really proposed.
 
-Entry points: `clean_rows`, `served_paths`, `candidate_rows`. What a row is made of, the frozen draft computes
-from the captured features; what it wanted, the target's routers said.
+Entry points: `clean_rows`, `served_paths`, `candidate_rows`, and `early_rows` for its early trunk. What a row
+is made of, the frozen draft computes from the captured features; what it wanted, the target's routers said.
 """
 
 # Shapes: S tokens, R = S - 1 rows, A anchors, B slots, H hidden, L layers, K experts of a row.
@@ -14,8 +14,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter.fuse import fuse
+from drafter.sidecar import NUM_BEFORE
 from drafter.train.batches import Blocks
 from drafter.train.captures import CapturedDocument
+from drafter.train.fit_early import EarlyRows
 from drafter.train.fit_sidecar import SidecarRows, joined
 from drafter.train.losses import block_states
 from mlx_flashnext.engine.cycle import CycleFacts, Timeline
@@ -46,6 +49,23 @@ def clean_rows(
     kept = dict.fromkeys(paths, block)
     routes = {start: document.routes[start : start + block] for start in paths}
     return _rows(engine, draft, document, number, paths, routes, kept, is_candidate=False)
+
+
+def early_rows(draft: LoadedDraft, document: CapturedDocument, places: Sequence[int]) -> EarlyRows:
+    """Return some rows of a document's answer as they are known before a draft runs.
+
+    Args:
+        draft: fuses the context.
+        document: captured with features and routes.
+        places: positions of the rows, at least 1.
+    """
+    at = np.asarray(places, np.int64)
+    features = mx.array(document.features[at - 1]).astype(mx.float32)
+    pad = np.full(NUM_BEFORE, draft.config.mask_token_id, np.int32)
+    text = np.concatenate([pad, document.tokens])
+    ids = np.stack([text[at + NUM_BEFORE - back] for back in range(NUM_BEFORE + 1)], axis=1)
+    context = half(fuse(draft.params, draft.config, features))
+    return EarlyRows(ids.astype(np.int32), context, document.routes[at])
 
 
 @dataclass(frozen=True, slots=True)

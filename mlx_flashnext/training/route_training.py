@@ -9,6 +9,8 @@ what was trained on them:
                 target's routers say what those rows wanted too. Only runs that say the captured answer again
                 count, since the context of their blocks is the captured one
 
+    early       rows of committed text for the early trunk, which needs no block of the draft: more of them
+
 Documents of the held-out split are not touched. Every twelfth training document is put aside for calibration.
 """
 
@@ -28,6 +30,7 @@ from drafter.near import LAYERS_AHEAD
 from drafter.route_files import Lineage, NearDocument, SidecarDocument
 from drafter.sidecar import SidecarSizes
 from drafter.train.captures import TRAIN, CaptureSet, DocumentInfo
+from drafter.train.fit_early import EarlyRows, fit_early, joined_early
 from drafter.train.fit_near import NearSettings, fit_near
 from drafter.train.fit_sidecar import EmbeddingTable, SidecarRows, SidecarSettings, fit_sidecar, joined
 from drafter.train.fit_state import FitState
@@ -42,7 +45,14 @@ from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.training.draft_training import LoadedDraft, check_build, check_features
-from mlx_flashnext.training.route_rows import candidate_rows, clean_rows, half, served_paths, some_anchors
+from mlx_flashnext.training.route_rows import (
+    candidate_rows,
+    clean_rows,
+    early_rows,
+    half,
+    served_paths,
+    some_anchors,
+)
 
 ASIDE_EVERY: Final = 12
 NEAR_CUT: Final = 0.2
@@ -62,6 +72,7 @@ class RouteRequest:
         num_anchors: blocks of each document, for a sidecar.
         num_documents: most documents of the training split; None: all.
         num_candidates: documents that are served again with the draft.
+        num_early: rows of each document for a sidecar's early trunk.
         seed: of which anchors.
     """
 
@@ -69,6 +80,7 @@ class RouteRequest:
     num_anchors: int = 12
     num_documents: int | None = None
     num_candidates: int = 48
+    num_early: int = 256
     seed: int = 0
 
 
@@ -224,12 +236,15 @@ def train_sidecar(
     generator, kept_aside = np.random.default_rng((request.seed, 5)), put_aside(infos)
     train: list[SidecarRows] = []
     aside: list[SidecarRows] = []
+    early: tuple[list[EarlyRows], list[EarlyRows]] = ([], [])
     survival = np.zeros((2, draft.config.block_size))
     for number, info in enumerate(infos):
         document = captures.read(info)
         starts = some_anchors(document, request.num_anchors, generator)
         rows = clean_rows(engine, draft, document, number, starts)
         (aside if info.key in kept_aside else train).append(rows)
+        places = some_anchors(document, request.num_early, generator)
+        early[info.key in kept_aside].append(early_rows(draft, document, places))
         if number < request.num_candidates:
             paths = served_paths(engine, document, _params(captures))
             rows, kept = candidate_rows(engine, draft, document, number, paths)
@@ -245,11 +260,16 @@ def train_sidecar(
         identity.top_k,
     )
     learnt, calibrating = joined(train), joined(aside)
-    table = table_of(engine, learnt, calibrating)
+    early_learnt, early_aside = (joined_early(parts) for parts in early)
+    table = table_of(engine, learnt, calibrating, early_learnt, early_aside)
     arrays = fit_sidecar(
         learnt, calibrating, survival_of(survival), sizes, table, settings,
         lambda done, total, loss: progress(f"loss {loss:.3f}", done, total),
         _state(state_directory, captures, request, settings, draft.verdict.digest),
+    )  # fmt: skip
+    arrays = fit_early(
+        arrays, early_learnt, early_aside, sizes, table, settings,
+        lambda done, total, loss: progress(f"early loss {loss:.3f}", done, total),
     )  # fmt: skip
     num_candidates = int(learnt.is_candidate.sum())
     document = SidecarDocument(
@@ -272,12 +292,13 @@ def train_sidecar(
             len(calibrating),
             settings.num_steps,
             settings.seed,
+            len(early_learnt),
         ),
     )
     return document, arrays
 
 
-def table_of(engine: Engine, *parts: SidecarRows) -> EmbeddingTable:
+def table_of(engine: Engine, *parts: SidecarRows | EarlyRows) -> EmbeddingTable:
     """Return the target's embedding rows of every token that occurs in some rows."""
     view = DraftTarget(engine.target.model, engine.target.sync)
     ids = np.concatenate([part.ids.reshape(-1) for part in parts])
@@ -361,6 +382,7 @@ def _lineage(
     aside: int,
     num_steps: int,
     seed: int,
+    early: int = 0,
 ) -> Lineage:
     return Lineage(
         captures_digest=captures.digest(),
@@ -372,4 +394,5 @@ def _lineage(
         num_steps=num_steps,
         seed=seed,
         runtime_version=version_of("flashnext") or "",
+        early_rows=early,
     )

@@ -10,21 +10,30 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from drafter.api import DraftSampling
+from drafter.api import DraftSampling, RouteHints
 from drafter.dflash2 import Dflash2Drafter
 from drafter.near import NearMap, decoded
 from drafter.sidecar import Sidecar, _unit, trunk
 from drafter.train.captures import CaptureSet
+from drafter.train.fit_early import early_codes_of
 from drafter.train.fit_near import NearSettings
 from drafter.train.fit_sidecar import SidecarSettings, codes_of
+from expert_store.store import ExpertStore
 from mlx_flashnext.engine import hints
+from mlx_flashnext.engine.draft_target import DraftTarget
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.learned_predictors import Learned
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.route_files import write_routes
 from mlx_flashnext.training.draft_capture import CaptureRequest, Prompt, capture
 from mlx_flashnext.training.draft_training import load_draft
-from mlx_flashnext.training.route_rows import candidate_rows, clean_rows, served_paths, some_anchors
+from mlx_flashnext.training.route_rows import (
+    candidate_rows,
+    clean_rows,
+    early_rows,
+    served_paths,
+    some_anchors,
+)
 from mlx_flashnext.training.route_training import (
     RouteRequest,
     near_reads,
@@ -76,8 +85,8 @@ def ask(engine: Engine, params: object) -> tuple[Answer, Learned | None, int]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
-def test_trained_hints_leave_every_bit_and_cost_no_wait(tiny_dir, draft_dir, params):
-    """The same proposals, tokens, text, state and number of waits with every source of hints."""
+def test_trained_hints_leave_every_bit_and_cost_no_wait_but_the_early_one(tiny_dir, draft_dir, params):
+    """The same proposals, tokens, text, state and waits, but for early codes, with every source of hints."""
     with opened(tiny_dir, draft_dir, "off") as engine:
         expected, _, _ = ask(engine, params)
     drafted = expected.end.statistics.draft
@@ -88,7 +97,9 @@ def test_trained_hints_leave_every_bit_and_cost_no_wait(tiny_dir, draft_dir, par
             assert engine.notices == opened_notices(engine)
         assert_same(got, expected)
         assert got.end.statistics.draft == drafted
-        assert got.end.statistics.num_syncs == expected.end.statistics.num_syncs
+        # One read-back a proposal more, of the early code: it was made before the draft began.
+        num_early = 0 if kind == "near-linear" else drafted.num_cycles
+        assert got.end.statistics.num_syncs == expected.end.statistics.num_syncs + num_early
         assert num_guesses > 0
         assert predictor is not None
         assert predictor.num_drafted == (0 if kind == "near-linear" else drafted.num_cycles)
@@ -113,7 +124,89 @@ def test_the_count_sees_a_sidecar_that_waits(tiny_dir, draft_dir, monkeypatch):
     with opened(tiny_dir, draft_dir, "sidecar") as engine:
         got, _, _ = ask(engine, GREEDY)
     assert_same(got, expected)
-    assert got.end.statistics.num_syncs > expected.end.statistics.num_syncs
+    drafted = expected.end.statistics.draft.num_cycles
+    assert got.end.statistics.num_syncs == expected.end.statistics.num_syncs + 2 * drafted
+
+
+def events_of_proposals(tiny_dir: Path, draft_dir: Path, monkeypatch) -> list[list[str]]:
+    """Return what happens, in order, in every proposal of an answer with a sidecar's hints."""
+    proposals: list[list[str]] = []
+    propose = Dflash2Drafter.propose
+
+    def proposing(self, *given):
+        proposals.append([])
+        found = propose(self, *given)
+        proposals[-1].append("proposed")
+        return found
+
+    def noted(name, call):
+        def noting(*given, **named):
+            if proposals and "proposed" not in proposals[-1]:
+                proposals[-1].append(name)
+            return call(*given, **named)
+
+        return noting
+
+    monkeypatch.setattr(Dflash2Drafter, "propose", proposing)
+    monkeypatch.setattr(mx, "async_eval", noted("submit", mx.async_eval))
+    monkeypatch.setattr(DraftTarget, "to_host", noted("wait", DraftTarget.to_host))
+    monkeypatch.setattr(ExpertStore, "prefetch", noted("read ahead", ExpertStore.prefetch))
+    with opened(tiny_dir, draft_dir, "sidecar") as engine:
+        ask(engine, GREEDY)
+    return proposals
+
+
+IN_ORDER = ["submit", "submit", "wait", "read ahead", "wait", "proposed"]
+
+
+def test_early_hints_are_handed_over_while_the_draft_computes(tiny_dir, draft_dir, monkeypatch):
+    """The early code is submitted, then the draft; it is read, and its hints go, before the draft's wait."""
+    proposals = events_of_proposals(tiny_dir, draft_dir, monkeypatch)
+    assert len(proposals) > 10
+    assert all(events == IN_ORDER for events in proposals)
+
+
+def test_planted_a_draft_that_is_waited_for_first_is_seen(tiny_dir, draft_dir, monkeypatch):
+    codes = Sidecar.early_code
+    monkeypatch.setattr(Sidecar, "early_code", lambda self, *rest: mx.stop_gradient(codes(self, *rest)))
+    tell = Dflash2Drafter._tell_early
+
+    def late(self, early):
+        self._target.to_host(mx.zeros(1))
+        tell(self, early)
+
+    monkeypatch.setattr(Dflash2Drafter, "_tell_early", late)
+    proposals = events_of_proposals(tiny_dir, draft_dir, monkeypatch)
+    assert all(events != IN_ORDER for events in proposals)
+
+
+@pytest.mark.parametrize("says", ["nothing sensible", "another rank", "two rows", "everything"])
+def test_whatever_an_early_code_says_the_answer_is_the_same(tiny_dir, draft_dir, monkeypatch, says):
+    with opened(tiny_dir, draft_dir, "off") as engine:
+        expected, _, _ = ask(engine, SEEDED)
+    codes = Sidecar.early_code
+    changes = {
+        "nothing sensible": lambda code: code * float("nan"),
+        "another rank": lambda code: code[:, :-1],
+        "two rows": lambda code: mx.concatenate([code, -code]),
+        "everything": lambda code: 100 * code,
+    }
+    monkeypatch.setattr(Sidecar, "early_code", lambda self, *rest: changes[says](codes(self, *rest)))
+    with opened(tiny_dir, draft_dir, "both") as engine:
+        got, _, _ = ask(engine, SEEDED)
+    assert_same(got, expected)
+    assert got.end.statistics.draft == expected.end.statistics.draft
+
+
+def test_without_a_context_row_nothing_is_said_early(tiny_dir, draft_dir):
+    with opened(tiny_dir, draft_dir, "sidecar") as engine:
+        heard: list[object] = []
+        drafter = engine.new_drafter()
+        assert isinstance(drafter, Dflash2Drafter)
+        drafter.tells_routes, drafter.hears_early = True, heard.append
+        drafter.observe([5, 6], 7, None)  # tokens alone
+        assert drafter.propose(3, DraftSampling(0.0, 0, 3)).routes is not None
+        assert not heard
 
 
 def test_near_hints_need_no_draft(tiny_dir):
@@ -162,7 +255,8 @@ FAULTS = {
     "another draft": (edited(draft_digest="e" * 64), "G20: route hints were trained for draft eeee"),
     "another depth": (edited(num_layers=9), "G20: route hints were trained for layers 9"),
     "other experts": (edited(num_experts=99), "cannot be used"),
-    "a later version": (edited(version=2), "version 2, wanted"),
+    "a later version": (edited(version=3), "version 3, wanted"),
+    "the version before": (edited(version=1), "(run: flashnext draft train-sidecar)"),
     "an unknown field": (edited(surprise=1), "cannot be used"),
     "a share above one": (edited(cut=1.5), "cannot be used"),
     "layers that are not": (edited(layers=[3, 1]), "lists layers"),
@@ -265,9 +359,11 @@ def test_codes_in_service_are_those_of_the_trainer(tiny_dir, draft_dir, captures
         place = draft_dir / "sidecar" / "routes.safetensors"
         arrays = {name: np.array(value.astype(mx.float32)) for name, value in mx.load(str(place)).items()}
         expected = codes_of(arrays, rows, table_of(engine, rows))
-        drafter, served, position = engine.new_drafter(), [], 0
+        starts = [block.position for block in blocks]
+        early = early_codes_of(arrays, early_rows(draft, document, starts), table_of(engine, rows))
+        drafter, served, position, heard = engine.new_drafter(), [], 0, list[RouteHints]()
         assert isinstance(drafter, Dflash2Drafter)
-        drafter.tells_routes = True
+        drafter.tells_routes, drafter.hears_early = True, heard.append
         for block in blocks:
             if block.position >= len(document.tokens) - 1:
                 break
@@ -281,6 +377,8 @@ def test_codes_in_service_are_those_of_the_trainer(tiny_dir, draft_dir, captures
             position = block.position
         assert counts[1].sum() == len(rows)
         assert np.abs(np.concatenate(served) - expected).max() < 2e-3  # rows are kept as float16
+        said_early = np.concatenate([one.codes for one in heard])
+        assert np.abs(said_early - early).max() < 2e-3
 
 
 def test_planted_a_row_of_the_wrong_token_is_seen(tiny_dir, draft_dir, captures, monkeypatch):

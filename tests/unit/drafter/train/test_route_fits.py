@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from drafter.errors import DrafterError
 from drafter.sidecar import INPUTS, RouteHead, SidecarSizes, union_confidence
+from drafter.train.fit_early import EARLY, EarlyRows, early_codes_of, early_loss, fit_early
 from drafter.train.fit_near import NearSettings, fit_near
 from drafter.train.fit_sidecar import (
     EmbeddingTable,
@@ -73,7 +76,7 @@ def test_gradients_are_those_that_mlx_finds():
     expected, slopes = mx.value_and_grad(whole)({n: mx.array(v) for n, v in params.items()})
     loss, gradients = loss_and_gradients(params, batch, SIZES.top_k)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert gradients.keys() == params.keys() - {"calibration"}
+    assert gradients.keys() == {name for name in params if not name.startswith("early.")} - {"calibration"}
     for name, value in gradients.items():
         assert np.abs(value).max() > 0, name
         assert np.allclose(value, np.array(slopes[name]), atol=2e-6), name
@@ -90,6 +93,75 @@ def test_the_comparison_sees_a_gradient_that_is_off(name, monkeypatch):
     monkeypatch.setitem(globals(), "loss_and_gradients", wrong)
     with pytest.raises(AssertionError):
         test_gradients_are_those_that_mlx_finds()
+
+
+def test_gradients_of_the_early_trunk_are_those_that_mlx_finds():
+    draws = np.random.default_rng(0)
+    params = initial_sidecar(SIZES, 1)
+    params = {n: (v + 0.3 * draws.standard_normal(v.shape)).astype(np.float32) for n, v in params.items()}
+    inputs = draws.standard_normal((7, len(EARLY) * SIZES.hidden_size)).astype(np.float32)
+    truth = a_batch(draws).wanted
+    weights = mx.array(np.repeat(layer_weights(SIZES.layers)[:, None], 7, axis=1))
+
+    def whole(tree: dict[str, mx.array]) -> mx.array:
+        code = tree["early.slot"][None]
+        for name, part in zip(EARLY, mx.split(mx.array(inputs), len(EARLY), axis=1), strict=True):
+            code = code + part @ tree[name].T
+        z = code[None] + mx.array(params["layer"])[:, None]
+        heads = mx.array(params["heads"]).swapaxes(1, 2)
+        scores = (z * mx.sigmoid(z)) @ heads + mx.array(params["bias"])[:, None]
+        return reference_loss(scores, mx.array(truth), weights, SIZES.top_k)
+
+    early = {name: mx.array(value) for name, value in params.items() if name.startswith("early.")}
+    expected, slopes = mx.value_and_grad(whole)(early)
+    loss, gradients = early_loss(params, inputs, truth, SIZES)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert gradients.keys() == early.keys()
+    for name, value in gradients.items():
+        assert np.abs(value).max() > 0, name
+        assert np.allclose(value, np.array(slopes[name]), atol=2e-6), name
+
+
+def test_the_early_comparison_sees_a_gradient_that_is_off(monkeypatch):
+    original = early_loss
+
+    def wrong(*arguments):
+        loss, gradients = original(*arguments)
+        return loss, gradients | {"early.slot": 1.01 * gradients["early.slot"]}
+
+    monkeypatch.setitem(globals(), "early_loss", wrong)
+    with pytest.raises(AssertionError):
+        test_gradients_of_the_early_trunk_are_those_that_mlx_finds()
+
+
+def test_the_early_trunk_learns_what_follows_from_tokens_and_leaves_the_rest():
+    """Routes that the row's token decides; the trunk behind a draft was trained on nothing."""
+    draws = np.random.default_rng(4)
+    of_token = np.stack([[draws.permutation(8)[:2] for _ in range(3)] for _ in range(4)])
+    ids = draws.integers(0, 4, (600, 3)).astype(np.int32)
+    context = draws.standard_normal((600, 6)).astype(np.float16)
+    rows = EarlyRows(ids, context, of_token[ids[:, 0]].astype(np.uint16))
+    table = EmbeddingTable(ids, lambda some: np.eye(6, dtype=np.float32)[some])
+    sizes = replace(SIZES, rank=24)
+    before = initial_sidecar(sizes, 0)
+    before["heads"] *= 5  # nothing was trained: these are the heads there are
+    settings = SidecarSettings(num_steps=200, batch=64, rate=2e-2)
+    after = fit_early(before, rows, rows, sizes, table, settings)
+    assert {name for name, value in after.items() if not np.array_equal(value, before[name])} == {
+        *EARLY, "early.slot", "calibration",
+    }  # fmt: skip
+    assert np.array_equal(after["calibration"][:2], before["calibration"][:2])
+    codes, truth = early_codes_of(after, rows, table), wanted(rows.routes, 8)
+
+    def said(calibration: np.ndarray) -> np.ndarray:
+        head = RouteHead(after | {"calibration": calibration}, sizes.layers, sizes.top_k, 0.0)
+        return np.ascontiguousarray(head.log_odds_of(codes, slice(None), "early").swapaxes(0, 1))
+
+    def cross_entropy(scores: np.ndarray) -> float:
+        return float((np.logaddexp(0, scores) - truth * scores).mean())
+
+    assert recalls(said(after["calibration"]), truth, [2]).mean() > 0.75
+    assert cross_entropy(said(after["calibration"])) < 0.9 * cross_entropy(said(before["calibration"]))
 
 
 def test_a_row_without_weight_and_a_layer_that_was_seen_teach_nothing():

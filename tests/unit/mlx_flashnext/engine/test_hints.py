@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 
+from drafter.api import RouteHints
 from expert_store.keys import Prefetch, ReadClass
+from mlx_flashnext.engine.hint_level import NOTHING
 from mlx_flashnext.engine.hints import IDLE_PASSES, MAX_HINTS, REST_PASSES, Hints
 from mlx_flashnext.engine.predictors import (
     HINTS,
@@ -135,6 +138,60 @@ def test_deadlines_grow_with_layers_and_passes():
     assert {hint.read_class for hint in near} == {ReadClass.NEAR}
     hints.commit(1)
     assert [hint.deadline for hint in hints.begin([1], 1, is_prefill=False).hints] == [8, 6]
+
+
+class ScriptedEarly(Scripted):
+    """Says something of the anchor's row too."""
+
+    def early(self, routes: RouteHints) -> Iterable[Guess]:
+        return self._say()
+
+
+CODES = RouteHints(np.zeros((1, 3), np.float32))
+
+
+def test_early_hints_are_of_the_block_that_begins_next():
+    log = RouteLog()
+    hints = Hints(ScriptedEarly([Guess(2, 1), Guess(0, 3)]), 3, log)
+    for number in (1, 2):
+        early = hints.early(CODES)
+        begun = hints.begin([1], number, is_prefill=False)
+        assert early.passes_ahead == 0
+        assert [hint.deadline for hint in early.hints] == [hint.deadline for hint in begun.hints]
+        assert [hint.deadline for hint in early.hints] == [3 * number + 2, 3 * number]
+        assert {hint.read_class for hint in early.hints} == {ReadClass.SPECULATIVE}
+        assert not hints.early(CODES).hints  # the block runs
+        hints.routed(0, [[3]])
+        hints.commit(1)
+    assert [len(one.guesses) for one in log.passes] == [3, 3]
+
+
+def test_what_early_hints_were_worth_is_learned():
+    hints = Hints(ScriptedEarly([Guess(0, 3)]), 3)
+    for number in range(20):
+        hints.accepted(hints.early(CODES).hints)
+        hints.begin([1], number, is_prefill=False)
+        hints.routed(0, [[5]])
+        hints.commit(1)
+    assert hints.num_withheld > 0
+
+
+def test_early_hints_that_no_block_followed_are_forgotten_by_a_prompt():
+    hints = Hints(ScriptedEarly([Guess(0, 3)]), 3)
+    assert hints.early(CODES).hints
+    assert not hints.begin([1, 2], 0, is_prefill=True).hints
+    hints.commit(2)
+    assert [hint.deadline for hint in hints.early(CODES).hints] == [9]
+
+
+def test_an_early_guess_that_fails_ends_prediction_alone():
+    hints = Hints(ScriptedEarly(RuntimeError("no")), 3)
+    assert not hints.early(CODES).hints
+    assert hints.stopped == "RuntimeError: no"
+    assert not hints.begin([1], 0, is_prefill=False).hints
+    resting = Hints(ScriptedEarly([Guess(0, 3)]), 3)
+    resting.set_level(NOTHING)
+    assert not resting.early(CODES).hints
 
 
 def test_a_guess_beyond_the_block_is_speculative_and_outlives_it():

@@ -122,7 +122,19 @@ def test_both_average_what_they_know_and_the_sidecar_speaks_for_the_rest():
     predictor = Learned(LAYERS, TOP_K, near_map(), a_head())
     predictor.drafted(codes(8.0))
     predictor.begin([5], 0)
-    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == [(2, 1), (2, 3)]
+    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == []  # said with the sidecar's, once
+    assert named(predictor.routed(1, [[0, 4]])) == [(2, 1), (2, 3), (3, 1)]
+
+
+def test_of_the_anchors_row_the_sidecar_speaks_before_there_is_a_proposal():
+    predictor = Learned(LAYERS, TOP_K, None, a_head(cut=0.0))
+    guesses = list(predictor.early(codes(8.0)))
+    assert [guess for guess in named(guesses) if guess[1] == 1] == [(layer, 1) for layer in range(NUM_LAYERS)]
+    assert len(guesses) == NUM_LAYERS * TOP_K
+    # What it said early is not what it says of the block: those codes come with the proposal.
+    predictor.drafted(None)
+    assert list(predictor.begin([5], 0)) == []
+    assert list(Learned(LAYERS, TOP_K, near_map(), None).early(codes(8.0))) == []
 
 
 def test_there_is_no_predictor_of_nothing():
