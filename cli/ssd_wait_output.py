@@ -24,7 +24,8 @@ p95, p99     of single cycles
 waited       compute stood still for records; a wake-up is part of it
 attained     the larger bound over the time that was measured
 queueing     of the waits, before the read had begun; causes are what came after
-hidden       1 - waited for experts / time in which needed records were read
+hidden       1 - waited for experts / time in which needed records were read;
+             no 3.0x: waited three times as long as that, so nothing was hidden
 early, late  slack: half of the guessed records came so long before their
              demand; of those that came after it, half so long after
 recall       of a layer's choice among as many of its surest guesses
@@ -169,7 +170,7 @@ def _against_bounds(one: "VariantReport") -> Sequence[str]:
 def _waits(one: "VariantReport") -> Sequence[str]:
     waits = one.waits
     causes = (waits.cold, waits.evicted, waits.late_hint, waits.other, waits.ngram, waits.queueing)
-    return (*map(_ms, causes), _share(one.hidden_fraction))
+    return (*map(_ms, causes), hidden_text(one.hidden_fraction))
 
 
 def _recall(one: "VariantReport") -> Sequence[str]:
@@ -277,6 +278,13 @@ def _ms(value_ns: float) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f}%"
+
+
+def hidden_text(value: float | None) -> str:
+    """Return the hidden fraction; where waits were longer than reading, how much longer."""
+    if value is None or value >= 0:
+        return _share(value)
+    return f"no {1 - value:.{0 if value < -9 else 1}f}x"
 
 
 def _ratio(ratios: Sequence[float]) -> str:

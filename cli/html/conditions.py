@@ -19,8 +19,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "compute bound": "the time of a token with every expert in memory",
     "storage bound": "required bytes over the bandwidth of this drive, measured in the same run",
     "attained": "the larger bound over the time that was measured",
-    "hidden": "1 - waited for experts / time in which needed records were being read; below 0 where wake-ups "
-    "cost more than reading",
+    "hidden": "1 - waited for experts / time in which needed records were being read; none where waits, with "
+    "their queueing and wake-ups, were longer than the reading",
     "cycle, block, anchor": "one propose-verify-commit turn; the rows it verifies; the first of them",
 }
 

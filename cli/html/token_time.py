@@ -74,7 +74,19 @@ def _sentences(variants: Sequence[Variant]) -> list[str]:
         )
     if least is not most:
         found.append(f"The least wait is that of {least.name}: {ms(waited(least))} ms a token.")
-    return found
+    return [*found, *_longer_than_reading(variants)]
+
+
+def _longer_than_reading(variants: Sequence[Variant]) -> list[str]:
+    """Say which row waited longest beside its reading, if any waited longer than it read."""
+    worst = min(variants, key=lambda one: one.node["hidden_fraction"].number or 0.0)
+    hidden = worst.node["hidden_fraction"].number or 0.0
+    if hidden >= 0:
+        return []
+    return [
+        f"With {worst.name} nothing is hidden: compute waited {1 - hidden:.1f} times as long as the records "
+        "that it needed were being read. Waking up and queueing are the rest."
+    ]
 
 
 def _waits(one: Variant) -> str:
@@ -112,8 +124,16 @@ def _causes(one: Variant) -> list[Value]:
         one.name,
         *(ms(waits[key].number) for key, _ in CAUSES),
         ms(one.node["exposed_wait_ns"].number),
-        share(one.node["hidden_fraction"].number),
+        _hidden(one),
     ]
+
+
+def _hidden(one: Variant) -> Cell:
+    """Return the hidden fraction; where waits were longer than reading, how much longer."""
+    value = one.node["hidden_fraction"].number
+    if value is None or value >= 0:
+        return share(value)
+    return Cell(1 - value, f"{1 - value:.1f} times the reading: none")
 
 
 def _picture(variants: Sequence[Variant]) -> Html:

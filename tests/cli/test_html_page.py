@@ -85,7 +85,7 @@ def derived(document: dict) -> set[float]:
     wait = document if document["format"] == "flashnext-ssd-wait" else document.get("wait") or {}
     found: set[float] = set()
     for one in wait.get("variants", []):
-        found.add(one["exposed_wait_ns"] / one["token_ns"])
+        found |= {one["exposed_wait_ns"] / one["token_ns"], 1 - (one["hidden_fraction"] or 0)}
         if one["resident_recall"] is not None:
             found.add(one["resident_recall"] + one["prefetched_recall"])
         for kind in one["books"]["classes"].values():
@@ -164,6 +164,17 @@ def test_the_tables_of_waiting_say_what_each_row_was(runs):
     assert [row["waited, ms"] for row in cells(root, "t-budget")] == [
         one["exposed_wait_ns"] for one in variants
     ]
+
+
+def test_waits_longer_than_reading_are_told_in_words(runs):
+    document = copy.deepcopy(runs["ssd-wait"][0])
+    for one, hidden in zip(document["variants"], (0.25, -0.5, -15.33), strict=False):
+        one["hidden_fraction"] = hidden
+    root = read(render_page(document))
+    shown = [row.all("td")[-1].text for row in root.one("t-causes").all("tr")[1:4]]
+    assert shown == ["25%", "1.5 times the reading: none", "16.3 times the reading: none"]
+    assert "nothing is hidden: compute waited 16.3 times as long as" in root.text
+    check_numbers(root, numbers_of(document) | derived(document))
 
 
 def test_the_tables_of_tickets_and_layers_say_what_each_row_was(runs):

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.engine_factory import Services
+from cli.ssd_wait_output import hidden_text
 from cli.tree import app
 from expert_store.books import Ledger
 from expert_store.stats import Fate
@@ -167,6 +168,14 @@ def test_no_table_is_wider_than_a_small_terminal(model):
     assert max(map(len, tables.splitlines())) <= 80
     assert "8 experts a layer, draft oracle 2" in tables
     assert "break even" in tables
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (1.0, "100%"), (0.0, "0%"), (-0.06, "no 1.1x"), (-15.33, "no 16x"), (-998.7, "no 1000x")],
+)
+def test_waits_longer_than_reading_are_no_negative_share(value, text):
+    assert hidden_text(value) == text
 
 
 def test_books_that_do_not_add_up_make_the_figures_void(model, monkeypatch):
