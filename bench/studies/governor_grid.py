@@ -10,8 +10,8 @@ nanoseconds a token. Plain decode has an engine of its own with the same slots; 
 answers must be the same tokens.
 
 Bars: the governor that remembers takes at most 1.03 of the best fixed k's time (0 among them), and at most
-1.03 of plain decode's. The best of several noisy medians is a little too good, so the first bar is a little
-too strict. The last line of stdout is one JSON document.
+1.03 of plain decode's. The least of several noisy medians is too good by luck, so each round is held against
+the k that is best in the other rounds. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -166,18 +166,25 @@ def _show(
         said = f"   {cell.widths[name][-1]}" if name in cell.widths else ""
         print(f"  {name:14} {medians[name]:.3f} [{min(ratios):.3f} to {max(ratios):.3f}]{said}")
     found: dict[str, Any] = {"genre": genre, "budget": budget, "slots": slots, "rounds": len(rounds)}
-    found |= {"over_none": medians, "best": best}
+    chosen = [_best_elsewhere(rounds, number, fixed) for number in range(len(rounds))]
+    found |= {"over_none": medians, "best": best, "chosen": chosen}
     for name in ("governor", "governor, new"):
-        ratios = over(name, best)
+        ratios = [one[name] / one[k] for one, k in zip(rounds, chosen, strict=True)]
         found[f"{name} over best"] = statistics.median(ratios)
         print(
             f"  {name}: {statistics.median(ratios):.3f} [{min(ratios):.3f} to {max(ratios):.3f}] of the best "
-            f"fixed, {best}; {medians[name]:.3f} of none"
+            f"fixed ({best}; by the other rounds {', '.join(chosen)}); {medians[name]:.3f} of none"
         )
     is_met = found["governor over best"] <= BAR and medians["governor"] <= BAR
     found["is_met"] = is_met
     print(f"  bars of {BAR}: {'met' if is_met else 'MISSED'}", flush=True)
     return found
+
+
+def _best_elsewhere(rounds: Sequence[dict[str, float]], number: int, fixed: Sequence[str]) -> str:
+    """Return the fixed k that is best in all rounds but one; in that one if there is no other."""
+    others = [one for at, one in enumerate(rounds) if at != number] or list(rounds)
+    return min(fixed, key=lambda name: statistics.median(one[name] / one["none"] for one in others))
 
 
 def main() -> None:
