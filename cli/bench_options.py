@@ -1,12 +1,14 @@
 """Options of the measuring commands, and what people type in them: lists, rates, durations."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from cli.console import Console
 from cli.errors import UsageProblem
 from cli.parse import parse_count, parse_number, parse_size
 
@@ -83,8 +85,24 @@ class Share:
 
     def slots_of(self, num_experts: int, fewest: int) -> int:
         """Return the expert slots of each layer; at least what one token needs, at most all."""
-        wanted = self.slots if self.percent is None else round(num_experts * self.percent / 100)
-        return max(fewest, min(num_experts, wanted or fewest))
+        return max(fewest, min(num_experts, self._wanted(num_experts)))
+
+    def note_of(self, num_experts: int, fewest: int) -> str:
+        """Return what to tell of a budget that cannot be had as it was asked for; "" of one that can."""
+        wanted, taken = self._wanted(num_experts), self.slots_of(num_experts, fewest)
+        if taken == wanted:
+            return ""
+        asked = self.text if self.percent is None else f"{self.text} of {num_experts} ({wanted})"
+        if taken > wanted:
+            return f"budget {asked} is less than a token needs of a layer: taken as {taken} slots"
+        return f"budget {asked} is more than a layer has: taken as all {taken} experts"
+
+    def _wanted(self, num_experts: int) -> int:
+        """Return the slots that were asked for; there may be none such."""
+        if self.percent is not None:
+            return round(num_experts * self.percent / 100)
+        assert self.slots is not None
+        return self.slots
 
 
 def shares(flag: str, text: str) -> list[Share]:
@@ -94,21 +112,36 @@ def shares(flag: str, text: str) -> list[Share]:
         UsageProblem: not such a list.
     """
     found: list[Share] = []
+    hint = "write 25%,50%,100%, or slots of a layer such as 24,32"
     for word in (word.strip() for word in text.split(",")):
         try:
             if word.endswith("%"):
-                percent = parse_number(word[:-1])
-                if not 0 < percent <= 100:
-                    raise typer.BadParameter(f"not a share of the experts: {word!r}")
-                found.append(Share(word, percent=percent))
+                share = Share(word, percent=parse_number(word[:-1]))
             else:
-                found.append(Share(word, slots=parse_count(word)))
-        except typer.BadParameter as error:
-            raise UsageProblem(
-                f"{flag}: {error.message}", hint="write 25%,50%,100% or slots of a layer"
-            ) from error
+                share = Share(word, slots=parse_count(word))
+        except typer.BadParameter:
+            message = f"{flag}: neither a share of the experts nor slots of a layer: {word!r}"
+            raise UsageProblem(message, hint=hint) from None
+        if share.percent is not None and not 0 < share.percent <= 100:
+            raise UsageProblem(f"{flag}: not a share of the experts: {word!r}", hint=hint)
+        found.append(share)
     _check_number(flag, len(found))
     return found
+
+
+def slots_of_shares(console: Console, budgets: Sequence[Share], num_experts: int, fewest: int) -> list[int]:
+    """Return the slots of each layer under each budget, without repeats; say which are not as asked for.
+
+    Args:
+        console: hears what was changed.
+        budgets: as asked for.
+        num_experts: of a layer.
+        fewest: slots that one token needs.
+    """
+    for note in dict.fromkeys(share.note_of(num_experts, fewest) for share in budgets):
+        if note:
+            console.note(f"note: {note}")
+    return list(dict.fromkeys(share.slots_of(num_experts, fewest) for share in budgets))
 
 
 def _check_number(flag: str, number: int) -> None:

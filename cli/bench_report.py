@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from cli.answer import plan_request
-from cli.bench_options import BenchOptions, DiskOptions, Share
+from cli.bench_options import BenchOptions, DiskOptions, Share, slots_of_shares
 from cli.bench_output import condition_lines
 from cli.bench_speed import throttled
 from cli.console import Console, counted
@@ -47,7 +47,9 @@ def report_work(
     return prompts, request
 
 
-def slots_of(found: FoundModel, memory: MemoryOptions, budgets: Sequence[Share]) -> list[int]:
+def slots_of(
+    console: Console, found: FoundModel, memory: MemoryOptions, budgets: Sequence[Share]
+) -> list[int]:
     """Return the experts of a layer under each budget, without repeats; `--slots` stands in their place."""
     from mlx_flashnext.checkpoint import open_checkpoint
 
@@ -55,7 +57,7 @@ def slots_of(found: FoundModel, memory: MemoryOptions, budgets: Sequence[Share])
         return [memory.slots]
     config = open_checkpoint(found.directory).config
     fewest = max(2, config.num_experts_per_tok)
-    return list(dict.fromkeys(share.slots_of(config.num_experts, fewest) for share in budgets))
+    return slots_of_shares(console, budgets, config.num_experts, fewest)
 
 
 def ssd_wait_report(
@@ -93,7 +95,7 @@ def ssd_wait_report(
         directory=found.directory,
         label=found.label,
         request=request,
-        slots=slots_of(found, memory, budgets),
+        slots=slots_of(console, found, memory, budgets),
         drafts=drafts,
         hints=hints,
         prompts=prompts,

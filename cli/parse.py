@@ -29,10 +29,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Return a positive number of tokens: `4096`, or `32k` for 32 * 1024."""
+    """Return a positive number, as of tokens: `4096`, or `32k` for 32 * 1024."""
     match = _COUNT.fullmatch(text)
     if match is None:
-        raise typer.BadParameter(f"not a number of tokens: {text!r} (write 4096 or 32k)")
+        raise typer.BadParameter(f"not a whole number: {text!r} (write 4096 or 32k)")
     value = int(match[1]) * (1024 if match[2] else 1)
     if value <= 0:
         raise typer.BadParameter(f"must be positive: {text!r}")

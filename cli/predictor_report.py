@@ -61,7 +61,7 @@ def predictor_report(
         directory=found.directory,
         label=found.label,
         request=request,
-        slots=slots_of(found, memory, budgets[:1]),
+        slots=slots_of(console, found, memory, budgets[:1]),
         drafts=drafts[:1],
         hints=[],
         prompts=prompts,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.bench_options import counts, shares, words_of
+from cli.bench_options import counts, shares, slots_of_shares, words_of
 from cli.commands.trace import TraceFile, identity_of, opened_trace
 from cli.console import Console, as_json_value, counted
 from cli.engine_factory import Services
@@ -46,7 +46,8 @@ def simulate(
         typer.Option(
             "--budgets",
             metavar="LIST",
-            help="Experts in memory: 25%,50% or slots of a layer.",
+            help="Experts in memory: 25%,50% or slots of a layer. With 100% all are there before the first "
+            "block, as in a run; with less, slots begin empty.",
             rich_help_panel=_SWEEP,
         ),
     ] = "25%,50%,75%",
@@ -56,7 +57,7 @@ def simulate(
             "--hints",
             metavar="LIST",
             help=f"Who says what to read ahead: {', '.join(SIMULATED_HINTS)}. recorded: what was said when "
-            "the trace was recorded, taken to have been said one layer early.",
+            "the trace was recorded, taken to have been said one layer early; let in or not as in a run.",
             rich_help_panel=_SWEEP,
         ),
     ] = "off",
@@ -84,7 +85,8 @@ def simulate(
         typer.Option(
             "--warm",
             metavar="N",
-            help="Leave the first blocks out of the figures; a trace has no prompts, so slots begin empty.",
+            help="Leave the first blocks out of the figures: a trace has no prompts, whose experts would be "
+            "in the slots by then.",
             rich_help_panel=_SWEEP,
         ),
     ] = "0",
@@ -140,10 +142,12 @@ def simulate(
     budgets_asked = shares("--budgets", budgets)
     chosen_hints = words_of("--hints", hints, SIMULATED_HINTS)
     answers = _answers(context.obj, trace, model, has_sizes=experts is not None or record is not None)
+    for name, one in zip(machine or (), machines, strict=False):
+        one.compute.check(len(answers[0][0].routes), name)
     layouts, num_experts = _layouts(context.obj, answers, model, experts, record)
     fewest = max(2, max(len(row) for rows in answers[0][0].routes.values() for row in rows))
     asked = Sweep(
-        slots=list(dict.fromkeys(share.slots_of(num_experts, fewest) for share in budgets_asked)),
+        slots=slots_of_shares(console, budgets_asked, num_experts, fewest),
         hints=list(dict.fromkeys(chosen_hints)),
         widths=list(dict.fromkeys(wanted_widths)),
         acceptance=acceptance,
@@ -161,8 +165,10 @@ def simulate(
     console.end_progress()
     if json:
         console.document(as_json_value(to_dict(cells, machines, asked)))
-        return OK
-    _show(console, cells, machines, asked, answers)
+    else:
+        _show(console, cells, machines, asked, answers)
+    for note in notes_of(cells):
+        console.note(f"note: {note}")
     return OK
 
 
@@ -253,6 +259,27 @@ def _show(
             else "--machine FILE adds times"
         )
     )
+
+
+def notes_of(cells: "Sequence[Cell]") -> list[str]:
+    """Return what a reader should not have to find out: guesses of the trace that changed little."""
+    found: dict[tuple[int, int], str] = {}
+    for cell in cells:
+        if cell.hints != "recorded" or cell.slots >= cell.num_experts:
+            continue
+        name = f"hints recorded, {cell.slots} slots"
+        reads = counted(cell.num_guessed_reads, "read")
+        if not cell.num_recorded:
+            note = f"{name}: no guess is left: the trace's are of blocks of several rows, not of one"
+        elif 2 * cell.num_guesses < cell.num_recorded:
+            note = (
+                f"{name}: of {cell.num_recorded} guesses of the trace {cell.num_guesses} were let in and "
+                f"led to {reads}: as in a run, guesses are held back where such guesses were seldom right"
+            )
+        else:
+            continue
+        found.setdefault((cell.slots, cell.width), note)
+    return list(found.values())
 
 
 def _row(cell: "Cell", *, has_times: bool) -> tuple[str, ...]:

@@ -122,15 +122,20 @@ class Compute:
         own = self.layer_ns if isinstance(self.layer_ns, int) else self.layer_ns[place]
         return own + self.sync_ns + self.row_ns * (num_rows - 1)
 
-    def check(self, num_layers: int) -> None:
+    def check(self, num_layers: int, name: str) -> None:
         """Refuse a list that is not of so many layers.
+
+        Args:
+            num_layers: that are streamed.
+            name: of the machine or its file, for the error.
 
         Raises:
             MachineForeign: names both numbers.
         """
         if not isinstance(self.layer_ns, int) and len(self.layer_ns) != num_layers:
             raise MachineForeign(
-                f"layer_us has {len(self.layer_ns)} values, the trace has {num_layers} streamed layers",
+                f"{name}: layer_us has {len(self.layer_ns)} values, the trace has {num_layers} "
+                "streamed layers",
                 hint="give one value for all layers, or one for each",
             )
 

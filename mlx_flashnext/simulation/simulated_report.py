@@ -21,6 +21,7 @@ FORMAT = "flashnext-simulation"
 VERSION = 1
 SIMULATED_HINTS: Final = ("off", "frequency", "previous", "random", "recorded", "oracle")
 """Who may say what to read ahead. `recorded`: what was said when the trace was recorded, one layer early."""
+_GUESSED: Final = (ReadClass.NEAR, ReadClass.SPECULATIVE)
 AS_RECORDED: Final = 0
 """The width of blocks as they are in the trace."""
 
@@ -67,6 +68,9 @@ class Cell:
         hit_rate: of demands; None without any.
         prefetched: demands whose record a guess had brought or was bringing.
         rejected_bytes: of guesses that were never used.
+        num_guesses: in all, that were handed over to the store.
+        num_recorded: in all, that the trace has, whoever guesses here.
+        num_guessed_reads: in all, records that were asked for because they were guessed.
     """
 
     machine: str
@@ -83,6 +87,9 @@ class Cell:
     hit_rate: float | None
     prefetched: float | None
     rejected_bytes: float
+    num_guesses: int
+    num_recorded: int
+    num_guessed_reads: int
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -228,11 +235,13 @@ def _cell(
         hit_rate=store.hit_rate,
         prefetched=(store.num_prefetched + _joined_guesses(played)) / demands if demands else None,
         rejected_bytes=store.rejected_bytes / played.num_tokens,
+        num_guesses=played.num_guesses,
+        num_recorded=played.num_recorded,
+        num_guessed_reads=sum(store.classes[kind].num for kind in _GUESSED),
     )
 
 
 def _joined_guesses(played: Played) -> int:
     """Return the demands that found a guess of theirs under way."""
     classes = played.store.classes
-    guesses = (ReadClass.NEAR, ReadClass.SPECULATIVE)
-    return sum(classes[kind].fates[fate].num for kind in guesses for fate in (Fate.JOINED, Fate.LATE))
+    return sum(classes[kind].fates[fate].num for kind in _GUESSED for fate in (Fate.JOINED, Fate.LATE))

@@ -68,6 +68,7 @@ class Played:
         wall_ns: what they took on the virtual clock.
         store: what happened in the store meanwhile.
         num_guesses: guesses that were handed over.
+        num_recorded: guesses that were recorded with the blocks, whoever guesses here.
     """
 
     num_blocks: int
@@ -75,6 +76,7 @@ class Played:
     wall_ns: int
     store: StoreStatistics
     num_guesses: int = 0
+    num_recorded: int = 0
 
     @property
     def wait_ns(self) -> float:
@@ -99,6 +101,7 @@ class Played:
             self.wall_ns + other.wall_ns,
             plus(self.store, other.store),
             self.num_guesses + other.num_guesses,
+            self.num_recorded + other.num_recorded,
         )
 
 
@@ -173,7 +176,7 @@ class Simulation:
         policy: str = "lru",
         num_layers: int | None = None,
     ) -> None:
-        machine.compute.check(len(layouts))
+        machine.compute.check(len(layouts), machine.name)
         self.machine = machine
         self._slots = dict(slots)
         self._num_layers = max(layouts) + 1 if num_layers is None else num_layers
@@ -206,12 +209,14 @@ class Simulation:
 
     def play(self, blocks: Iterable[RoutedBlock]) -> Played:
         """Run blocks of the answer that was begun; return what became of them alone."""
-        before, began_ns, guessed = self.store.statistics(), self._simulated.clock(), self._hints.num_guesses
-        num_blocks = num_tokens = 0
+        before, began_ns = self.store.statistics(), self._simulated.clock()
+        guessed = self._hints.num_guesses
+        num_blocks = num_tokens = num_recorded = 0
         for block in blocks:
             self._pass(block)
             num_blocks += 1
             num_tokens += block.num_kept
+            num_recorded += sum(map(len, block.guesses.values()))
         now = self.store.statistics()
         return Played(
             num_blocks,
@@ -219,6 +224,7 @@ class Simulation:
             self._simulated.clock() - began_ns,
             since(now, before),
             self._hints.num_guesses - guessed,
+            num_recorded,
         )
 
     def settle(self) -> None:

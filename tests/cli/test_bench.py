@@ -88,7 +88,7 @@ def test_a_cold_page_cache_is_made_and_stated(model):
     ("words", "message"),
     [
         (("-p", "0", "-n", "0"), "Nothing to measure"),
-        (("-p", "six"), "--n-prompt: not a number of tokens"),
+        (("-p", "six"), "--n-prompt: not a whole number"),
         (("-p", "-1"), "--n-prompt: must be positive"),
         (("--throttle", "0"), "a size must be positive"),
         (("--throttle", "fast"), "not a size"),

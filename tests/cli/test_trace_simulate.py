@@ -1,13 +1,19 @@
 """`flashnext trace simulate` on a trace of a tiny checkpoint, and on files from strangers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from cli.commands.trace_simulate import _answers, _layouts, notes_of
 from cli.engine_factory import Services
 from cli.tree import app
+from mlx_flashnext.engine.guess import Guess
+from mlx_flashnext.simulation.simulated_machine import FREE
+from mlx_flashnext.simulation.simulated_report import Sweep, sweep
+from mlx_flashnext.simulation.simulation import RoutedBlock
 from tests.tiny.checkpoints import build_mlx
 
 WORDS = ("--ctx-size", "256", "--temp", "0", "-m", "12", "--no-think")
@@ -99,7 +105,8 @@ def test_sizes_may_be_told_instead_of_a_model(model, traces):
     ("words", "code", "said"),
     [
         (("--budgets", "0%"), 2, "not a share of the experts: '0%'"),
-        (("--budgets", "x"), 2, "'x'"),
+        (("--budgets", "25%,x"), 2, "neither a share of the experts nor slots of a layer: 'x'"),
+        (("--budgets", "x%"), 2, "neither a share of the experts nor slots of a layer: 'x%'"),
         (("--hints", "near-gate"), 2, "--hints does not know: near-gate"),
         (("--widths", "99"), 2, "at most 17 rows: 99"),
         (("--widths", "-1"), 2, "'-1'"),
@@ -127,6 +134,51 @@ def test_what_cannot_be_is_refused_in_one_line(words, code, said, model, traces)
     assert "Traceback" not in result.stderr
     assert "hint:" in result.stderr
     assert not result.stdout
+
+
+def test_budgets_that_cannot_be_had_are_said_to_be_others(model, traces):
+    result = simulate(traces, "--model", model, "--budgets", "1,5%,8,50%,999", "--json")
+    assert result.exit_code == 0, result.output
+    assert [cell["slots"] for cell in json.loads(result.stdout)["cells"]] == [4, 8, 16]
+    assert result.stderr.splitlines() == [
+        "note: budget 1 is less than a token needs of a layer: taken as 4 slots",
+        "note: budget 5% of 16 (1) is less than a token needs of a layer: taken as 4 slots",
+        "note: budget 999 is more than a layer has: taken as all 16 experts",
+    ]
+
+
+def test_slots_begin_empty_but_where_everything_fits(model, traces):
+    shown = simulate(traces, "--model", model, "--budgets", "15,16", "--json")
+    almost, whole = json.loads(shown.stdout)["cells"]
+    assert almost["token_bytes"] > 0
+    assert (whole["token_bytes"], whole["hit_rate"]) == (0, 1)
+
+
+def test_guesses_of_a_trace_that_are_held_back_are_counted(model, traces):
+    """The tiny model's router is not asked in vain; guesses that are always wrong are not let in."""
+    words = ("--model", model, "--budgets", "5,100%", "--hints", "off,recorded")
+    assert "held back" not in simulate(traces, *words).stderr
+    blocks = _answers(Services(), str(traces["routed"]), str(model), has_sizes=False)
+    wrong = [
+        [replace(block, guesses={layer: _never(block, layer) for layer in block.guesses}) for block in answer]
+        for answer in blocks
+    ]
+    layouts, _ = _layouts(Services(), wrong, str(model), None, None)
+    cells = list(sweep(wrong, layouts, [FREE], Sweep([5, 16], ["off", "recorded"])))
+    (note,) = notes_of(cells)
+    row = cells[1]
+    assert f"5 slots: of {row.num_recorded} guesses of the trace {row.num_guesses} were let in" in note
+    assert f"led to {row.num_guessed_reads} reads: as in a run" in note
+    assert row.num_recorded > 2 * row.num_guesses >= 2 * row.num_guessed_reads
+    nothing = [[replace(block, guesses={}) for block in answer] for answer in blocks]
+    nothing[0][0] = wrong[0][0]  # or there would be nothing to replay
+    warm = Sweep([5], ["recorded"], num_warm=1)
+    assert "no guess is left" in notes_of(list(sweep(nothing, layouts, [FREE], warm)))[0]
+
+
+def _never(block: RoutedBlock, layer: int) -> list[Guess]:
+    chosen = {expert for row in block.routes[layer] for expert in row}
+    return [Guess(layer, expert, 0.9) for expert in range(16) if expert not in chosen]
 
 
 def test_more_than_a_desk_full_is_refused(model, traces):
@@ -162,6 +214,10 @@ def test_hostile_machine_files_are_named_and_refused(model, traces, tmp_path):
     assert result.exit_code == 5
     assert "bad.toml" in result.stderr
     assert "bytes_per_s" in result.stderr
+    bad.write_text(MACHINE.replace("500", "[1, 2, 3, 4, 5, 6, 7]"))
+    other = simulate(traces, "--model", model, "--machine", traces["machine"], "--machine", bad)
+    assert other.exit_code == 3
+    assert f"{bad}: layer_us has 7 values, the trace has" in " ".join(other.stderr.split())
     bad.write_text(MACHINE.replace("version = 1", "version = 2"))
     newer = simulate(traces, "--model", model, "--machine", bad)
     assert newer.exit_code == 3

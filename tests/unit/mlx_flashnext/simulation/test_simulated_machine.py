@@ -137,6 +137,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
 
 
 def test_a_list_must_be_of_the_layers():
-    with pytest.raises(MachineForeign, match="layer_us has 2 values, the trace has 3"):
-        parse_machine(GOOD.encode()).compute.check(3)
-    parse_machine(GOOD.encode()).compute.check(2)
+    with pytest.raises(MachineForeign, match=r"^this: layer_us has 2 values, the trace has 3"):
+        parse_machine(GOOD.encode()).compute.check(3, "this")
+    parse_machine(GOOD.encode()).compute.check(2, "this")
