@@ -163,8 +163,15 @@ def _formats_of_routes() -> list[Format]:
     for name, (directory, kind) in shipped.items():
         seed = msgspec.json.format((directory / DOCUMENT).read_bytes(), indent=-1)
         read = partial(read_route_document, kind=kind)
-        found.append(Format(name, [seed], read, (DocumentRefused,), rewrite=written))
+        found.append(Format(name, [seed], read, (DocumentRefused,), rewrite=_all_of_routes))
     return found
+
+
+def _all_of_routes(value: SidecarDocument | NearDocument) -> bytes:
+    """Return all that was read: a file leaves out what is as in files before it was there, or says it."""
+    document = json.loads(written(value))
+    document["lineage"] |= msgspec.to_builtins(msgspec.structs.asdict(value.lineage))
+    return json.dumps(document).encode()
 
 
 def _formats_of_training(place: Path) -> list[Format]:
