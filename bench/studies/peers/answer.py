@@ -1,9 +1,9 @@
 """One engine, one process: load, answer, time, count. Run by `python -m bench.studies.peers`, as a script.
 
 Reads one JSON wish a line from stdin and writes one JSON line for every thing that is done. The first wish
-says what to load, each later one what to answer. Between prompt and decode of an answer it says "prompt
-read" and waits for a line, so that whoever runs it can change the drive under it. Bytes are the kernel's
-count of what the process had read from the drive.
+says what to load; `prompt` begins an answer and yields its first token; `more` decodes so many others. An
+answer is decoded in pieces so that whoever runs several engines can let them take turns, and can change the
+drive under them. Bytes are the kernel's count of what the process had read from the drive.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +38,26 @@ def tell(**said: Any) -> None:
     sys.stdout.flush()
 
 
-def one_answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-    """Answer once; return times in seconds, bytes and tokens."""
-    began, bytes_0, steps = time.perf_counter(), read_bytes(), []
+def begin(engine: Engine, prompt: Sequence[int]) -> tuple[Iterator[int], dict[str, Any]]:
+    """Begin an answer; return it, and seconds, bytes and the first token."""
+    began, bytes_0 = time.perf_counter(), read_bytes()
     running = engine.answer(prompt)
     tokens = [next(running)]
-    prefill_s, bytes_1 = time.perf_counter() - began, read_bytes()
-    tell(event="prompt read")
-    sys.stdin.readline()
-    cpu = cpu_s()
-    while len(tokens) < num_tokens:
+    took_s = time.perf_counter() - began
+    return running, {"prefill_s": took_s, "prefill_bytes": read_bytes() - bytes_0, "tokens": tokens}
+
+
+def decode(running: Iterator[int], num_tokens: int) -> dict[str, Any]:
+    """Decode some more; return seconds of every step, bytes, processor seconds and tokens."""
+    steps, tokens, cpu, bytes_0 = [], [], cpu_s(), read_bytes()
+    for _ in range(num_tokens):
         began = time.perf_counter()
         tokens.append(next(running))
         steps.append(time.perf_counter() - began)
-    running.close()
     return {
-        "prefill_s": prefill_s,
-        "prefill_bytes": bytes_1 - bytes_0,
-        "decode_s": sum(steps),
-        "decode_bytes": read_bytes() - bytes_1,
-        "decode_cpu_s": cpu_s() - cpu,
         "steps": steps,
+        "decode_bytes": read_bytes() - bytes_0,
+        "decode_cpu_s": cpu_s() - cpu,
         "tokens": tokens,
     }
 
@@ -69,9 +68,17 @@ def main() -> None:
     began = time.perf_counter()
     engine = ENGINES[wish["engine"]](Path(wish["model"]), wish["budget_bytes"], wish["options"])
     tell(event="loaded", load_s=time.perf_counter() - began, load_bytes=read_bytes())
+    running: Iterator[int] = iter(())
     for line in sys.stdin:
         wish = json.loads(line)
-        tell(event="answered", **one_answer(engine, wish["prompt"], wish["num_tokens"]), facts=engine.facts())
+        if "prompt" in wish:
+            close = getattr(running, "close", None)
+            if close is not None:
+                close()
+            running, said = begin(engine, wish["prompt"])
+            tell(event="prompt read", **said)
+        else:
+            tell(event="decoded", **decode(running, wish["more"]), facts=engine.facts())
     os._exit(0)  # a peer's threads may not end, and its clean-up is nobody's figure
 
 

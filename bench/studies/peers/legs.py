@@ -14,6 +14,8 @@ MARGIN_BYTES: Final = 64 << 20
 SLOW_BYTES_PER_S: Final = 60_000_000
 FIRST_PROMPT, FIRST_TOKENS = 48, 3
 NEXT_PROMPT, NEXT_TOKENS = 16, 33
+TURN_TOKENS: Final = 4
+"""Decoded by one contender before the next has its turn: in a second or so the machine keeps its pace."""
 
 
 @dataclass(frozen=True, slots=True)

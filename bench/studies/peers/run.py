@@ -1,10 +1,11 @@
 """Asks all contenders in turns, a round at a time, and appends a line an answer. Entry point: `run_rounds`.
 
-Every contender is a process of its own in a box of its own, and all of them stay: one answers, the others
-wait. A round asks each the same prompt, which no round had before, in an order that rotates; so ratios are
-formed within a round, a minute at most apart, and what is measured is a conversation that goes on, not a
-start. The start is told apart. Rounds go on where the last call has stopped: a comparison may be taken in
-pieces.
+Every contender is a process of its own in a box of its own, and all of them stay: one computes, the others
+wait. A round asks each the same prompt, which no round had before, in an order that rotates; then they
+decode a few tokens each, forwards and backwards in turns, until all answers are whole. So ratios are formed
+within a round and between seconds that lie beside each other, and what is measured is a conversation that
+goes on, not a start. The start is told apart. Rounds go on where the last call has stopped: a comparison may
+be taken in pieces.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from bench.studies.peers.legs import (
     LEGS,
     NEXT_PROMPT,
     NEXT_TOKENS,
+    TURN_TOKENS,
     Contender,
     Leg,
     budget_of,
@@ -32,6 +34,8 @@ from bench.studies.peers.legs import (
 _SCRIPT: Final = Path(__file__).with_name("answer.py")
 
 Run = dict[str, Any]
+Key = tuple[str, str]
+"""Name and share of the cap of a contender: one process."""
 
 
 def read_runs(results: Path) -> list[Run]:
@@ -61,15 +65,21 @@ class Talker:
         )  # fmt: skip
         self.start = self._say(wish, "loaded")
 
-    def ask(self, prompt: Sequence[int], num_tokens: int, bytes_per_s: int | None) -> Run:
-        """Return what it told of one answer, decoded with the drive at a rate."""
-        self._say({"prompt": prompt, "num_tokens": num_tokens}, "prompt read")
+    def begin(self, prompt: Sequence[int]) -> Run:
+        """Return what it told of a prompt; its answer has begun."""
+        return self._say({"prompt": prompt}, "prompt read")
+
+    def decode(self, num_tokens: int, bytes_per_s: int | None) -> Run:
+        """Return what it told of some more tokens, decoded with the drive at a rate."""
         self._box.set_rate(bytes_per_s)
         try:
-            said = self._say({}, "answered")
+            return self._say({"more": num_tokens}, "decoded")
         finally:
             self._box.set_rate(None)
-        return {**said, "box_peak_bytes": self._box.peak_bytes()}
+
+    def peak_bytes(self) -> int:
+        """Return the most that was charged to its box."""
+        return self._box.peak_bytes()
 
     def _say(self, wish: Run, event: str) -> Run:
         """Send a line and return what comes back.
@@ -136,7 +146,7 @@ def run_rounds(
     asked = [(name, one) for name in names for one in LEGS[name].contenders if only in (None, one.name)]
     drop_caches()
     with contextlib.ExitStack() as open_talkers:
-        talkers: dict[tuple[str, str], Talker] = {}
+        talkers: dict[Key, Talker] = {}
         for name, one in asked:
             leg = LEGS[name]
             key = (one.name, str(leg.share))  # legs that differ by the drive alone share a process
@@ -145,24 +155,63 @@ def run_rounds(
                                            overhead_bytes, pythons[one.engine])  # fmt: skip
                 open_talkers.callback(talkers[key].close)
                 warm = prompt_ids(text["vocab_size"], FIRST_PROMPT, "first")
-                talkers[key].start |= {"first": talkers[key].ask(warm, FIRST_TOKENS, None)}
+                talkers[key].start |= {"first": answers({key: talkers[key]}, warm, FIRST_TOKENS, {})[key]}
         while number < rounds and time.monotonic() - began + longest * 1.1 < seconds:
-            since, lines, turn = time.monotonic(), [], number % len(asked)
+            since, lines = time.monotonic(), []
             prompt = prompt_ids(text["vocab_size"], NEXT_PROMPT, f"next {number}")
-            for name, one in (*asked[turn:], *asked[:turn]):
-                leg, talker = LEGS[name], talkers[one.name, str(LEGS[name].share)]
-                run = {
-                    "round": number, "leg": name, "name": one.name, "size": size,
-                    "cap_bytes": leg.cap_bytes(total), "bytes_per_s": leg.bytes_per_s,
-                    "budget_bytes": budget_of(leg, one, total, overhead_bytes), "checkpoint_bytes": total,
-                    **talker.start, "next": talker.ask(prompt, NEXT_TOKENS, leg.bytes_per_s),
-                }  # fmt: skip
-                lines.append(run)
-                print(line_of(run), flush=True)
+            for group in apart(asked):
+                turn = number % len(group)
+                order = [*group[turn:], *group[:turn]]
+                in_turns = {(one.name, str(LEGS[name].share)): name for name, one in order}
+                rates = {key: LEGS[name].bytes_per_s for key, name in in_turns.items()}
+                said = answers({key: talkers[key] for key in in_turns}, prompt, NEXT_TOKENS, rates)
+                for name, one in order:
+                    leg, key = LEGS[name], (one.name, str(LEGS[name].share))
+                    run = {
+                        "round": number, "leg": name, "name": one.name, "size": size,
+                        "cap_bytes": leg.cap_bytes(total), "bytes_per_s": leg.bytes_per_s,
+                        "budget_bytes": budget_of(leg, one, total, overhead_bytes),
+                        "checkpoint_bytes": total, **talkers[key].start, "next": said[key],
+                    }  # fmt: skip
+                    lines.append(run)
+                    print(line_of(run), flush=True)
             _append(results, lines)
             longest = max(longest, time.monotonic() - since)
             number += 1
     return max(0, rounds - number)
+
+
+def apart(asked: Sequence[tuple[str, Contender]]) -> list[list[tuple[str, Contender]]]:
+    """Return groups that take turns: legs that differ by the drive alone share a process, so they part."""
+    groups: list[list[tuple[str, Contender]]] = []
+    for name, one in asked:
+        key = (one.name, LEGS[name].share)
+        free = (g for g in groups if all((other.name, LEGS[leg].share) != key for leg, other in g))
+        group = next(free, None)
+        if group is None:
+            groups.append(group := [])
+        group.append((name, one))
+    return groups
+
+
+def answers(
+    talkers: Mapping[Key, Talker], prompt: Sequence[int], num_tokens: int, rates: Mapping[Key, int | None]
+) -> dict[Key, Run]:
+    """Return everybody's answer to a prompt: read one after the other, decoded in turns there and back."""
+    said = {key: talker.begin(prompt) for key, talker in talkers.items()}
+    for one in said.values():
+        one |= {"steps": [], "decode_bytes": 0, "decode_cpu_s": 0.0}
+    order = list(talkers)
+    for first in range(1, num_tokens, TURN_TOKENS):
+        for key in order:
+            more = talkers[key].decode(min(TURN_TOKENS, num_tokens - first), rates.get(key))
+            for name in ("steps", "decode_bytes", "decode_cpu_s", "tokens"):
+                said[key][name] += more[name]
+            said[key]["facts"] = more["facts"]
+        order.reverse()
+    for key, one in said.items():
+        one |= {"decode_s": sum(one["steps"]), "box_peak_bytes": talkers[key].peak_bytes()}
+    return said
 
 
 def open_talker(

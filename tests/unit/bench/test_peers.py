@@ -11,7 +11,7 @@ import pytest
 from bench.studies.peers import answer, legs
 from bench.studies.peers.checkpoint import build
 from bench.studies.peers.legs import LEGS, budget_of, prompt_ids
-from bench.studies.peers.run import read_runs
+from bench.studies.peers.run import answers, apart, read_runs
 from bench.studies.peers.table import agreement, judge, of, table
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.plan import PlanRequest
@@ -93,19 +93,64 @@ def test_the_process_answers_as_the_engine_does(tmp_path: Path):
     prompt = prompt_ids(512, 12, "test")
     wishes = [
         {"engine": "flashnext", "model": str(model), "budget_bytes": None, "options": {"experts": 16}},
-        {"prompt": prompt, "num_tokens": 5}, {}, {"prompt": prompt[:7], "num_tokens": 3}, {},
+        {"prompt": prompt}, {"more": 3}, {"more": 1}, {"prompt": prompt[:7]}, {"more": 2},
     ]  # fmt: skip
     told = subprocess.run(
         [sys.executable, answer.__file__], input="\n".join(map(json.dumps, wishes)) + "\n", text=True,
         capture_output=True, check=True,
     ).stdout  # fmt: skip
     events = [json.loads(line) for line in told.splitlines()]
-    assert [event["event"] for event in events] == ["loaded", *(("prompt read", "answered") * 2)]
+    said = [event["event"].split()[0] for event in events]
+    assert said == ["loaded", "prompt", "decoded", "decoded", "prompt", "decoded"]
     with Engine.open(model, PlanRequest(context_tokens=256, slots_per_layer=16)) as engine:
-        assert events[2]["tokens"] == greedy(engine, prompt, 5)
-        assert events[4]["tokens"] == greedy(engine, prompt[:7], 3)
+        first, second = (
+            [token for one in events[at] for token in one["tokens"]] for at in (slice(1, 4), slice(4, 6))
+        )
+        assert first == greedy(engine, prompt, 5)
+        assert second == greedy(engine, prompt[:7], 3)
     assert events[0]["load_bytes"] >= 0
-    assert len(events[2]["steps"]) == 4
+    assert [len(one["steps"]) for one in events if "steps" in one] == [3, 1, 2]
+
+
+class _Talker:
+    """Stands for a process: says tokens that count up, and keeps who was asked when."""
+
+    def __init__(self, name: str, asked: list[tuple[str, int]]) -> None:
+        self.name, self.asked, self.said = name, asked, 0
+
+    def begin(self, prompt: list[int]) -> dict[str, Any]:
+        self.asked.append((self.name, len(prompt)))
+        return {"prefill_s": 1.0, "tokens": [0]}
+
+    def decode(self, num_tokens: int, bytes_per_s: int | None) -> dict[str, Any]:
+        self.asked.append((self.name, num_tokens))
+        self.said += num_tokens
+        tokens = list(range(self.said - num_tokens + 1, self.said + 1))
+        steps = [float(bytes_per_s or 1)] * num_tokens
+        return {"steps": steps, "decode_bytes": 7, "decode_cpu_s": 0.5, "tokens": tokens, "facts": {}}
+
+    def peak_bytes(self) -> int:
+        return 3
+
+
+def test_answers_are_decoded_in_turns_there_and_back():
+    asked: list[tuple[str, int]] = []
+    talkers: Any = {(name, "0.5"): _Talker(name, asked) for name in "ab"}
+    said = answers(talkers, [1] * 16, 11, {("b", "0.5"): 2})
+    pieces = [("a", 4), ("b", 4), ("b", 4), ("a", 4), ("a", 2), ("b", 2)]
+    assert asked == [("a", 16), ("b", 16), *pieces]
+    assert said["a", "0.5"]["tokens"] == list(range(11))
+    assert (said["a", "0.5"]["decode_s"], said["b", "0.5"]["decode_s"]) == (10.0, 20.0)
+    assert said["a", "0.5"]["decode_bytes"] == 21
+
+
+def test_legs_that_share_a_process_do_not_take_turns_with_each_other():
+    asked = [(leg, one) for leg in ("resident", "half", "slow drive") for one in LEGS[leg].contenders]
+    groups = apart(asked)
+    assert sorted((one for group in groups for one in group), key=str) == sorted(asked, key=str)
+    for group in groups:
+        keys = [(one.name, LEGS[leg].share) for leg, one in group]
+        assert len(set(keys)) == len(keys)
 
 
 def test_results_are_read_back(tmp_path: Path):
