@@ -265,8 +265,8 @@ class RouteDrafter(Drafter, Protocol):
 
     Attributes:
         tells_routes: whether somebody reads them; proposals carry none while it is False.
-        hears_early: told what the anchor's row will want while the drafter's own pass runs, if it knows so
-            early; None for nobody. Costs one more read-back, of something that is there by then.
+        hears_early: told what the anchor's row will want before the drafter's own pass, if it knows so early;
+            None for nobody. Costs one more read-back, of something that is there by then.
     """
 
     tells_routes: bool

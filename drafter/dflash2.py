@@ -7,7 +7,7 @@ engine.
 Invariants:
 D1. The context ends at the anchor: `rows observed == context end == position of the anchor`.
 D2. A proposal waits for the device once; candidates and their probabilities stay there for the verifier.
-    Where early route hints are heard, once more: for what was submitted before the draft's own pass.
+    Where early route hints are heard, once more: for what was submitted with the last rows observed.
 D3. Embedding and head are the target's, borrowed: nothing of them is copied or freed here.
 D4. A proposal holds real token ids only, never the mask id nor a padding row, and ends at the first stop id.
 
@@ -116,7 +116,7 @@ class Dflash2Drafter:
         feature_request: what `observe` wants of the target.
         counts: of the session, over all sequences.
         tells_routes: whether proposals are to carry routes; without a sidecar they never do.
-        hears_early: told what the anchor's row will want while the draft's own pass runs; a sidecar's work.
+        hears_early: told what the anchor's row will want before the draft's own pass; a sidecar's work.
     """
 
     needs_stack = False
@@ -155,6 +155,7 @@ class Dflash2Drafter:
         self.feature_request = FeatureRequest(config.taps, contraction, last_rows)
         self._anchor: int | None = None
         self._before: tuple[int, ...] = ()
+        self._early: mx.array | None = None
         self._num_pending = 0
         self._is_idle_said = False
 
@@ -165,7 +166,7 @@ class Dflash2Drafter:
     def reset(self) -> None:
         """Forget the sequence."""
         self._context.reset()
-        self._anchor, self._before, self._num_pending = None, (), 0
+        self._anchor, self._before, self._early, self._num_pending = None, (), None, 0
 
     def observe(
         self,
@@ -194,10 +195,11 @@ class Dflash2Drafter:
         if features_RF is not None and num_rows:
             fused_TH = fuse(self._params, self._config, features_RF.astype(self._dtype))
             self._context.append(fused_TH, first)
-            # So that features need not live until the next proposal.
-            mx.async_eval(*self._context.arrays())
         self._count_accepted(len(tokens) - 1)
         self._anchor, self._before = next_token, (*self._before, *tokens)[-NUM_BEFORE:]
+        self._early = self._early_code()
+        # So that features need not live until the next proposal, and the early code is there when it begins.
+        mx.async_eval(*self._context.arrays(), *(() if self._early is None else (self._early,)))
 
     def propose(self, k: int, sampling: DraftSampling) -> Proposal:
         """Return up to `k` tokens; see `Drafter.propose`.
@@ -220,7 +222,7 @@ class Dflash2Drafter:
                 f"The first proposal is wanted at {sampling.position}, but the anchor is at {position}",
                 hint="hand over every kept row once",
             )
-        early = self._early_code()
+        self._tell_early()
         drafted = self._draft(k, position, sampling)
         path, best_k = drafted.path, drafted.best
         columns = [path.tokens, best_k, path.confidence, mx.broadcast_to(drafted.is_broken, best_k.shape)]
@@ -228,9 +230,6 @@ class Dflash2Drafter:
         codes = self._codes(drafted, k)
         if codes is not None:  # rides along: one wait serves both (D2)
             read = mx.concatenate([read, codes.reshape(-1)])
-        if early is not None:
-            mx.async_eval(read)  # the device drafts while the host makes reads of the early code
-            self._tell_early(early)
         values = self._target.to_host(read)
         rows = [values[4 * slot : 4 * slot + 4] for slot in range(k)]
         if any(row[3] for row in rows):
@@ -281,7 +280,8 @@ class Dflash2Drafter:
             raise DrafterError("This is no snapshot of this draft", hint="observe the text from the start")
         self._context.restore(snapshot.context)
         mx.async_eval(*self._context.arrays())
-        self._anchor, self._before, self._num_pending = snapshot.anchor, snapshot.before, 0
+        self._anchor, self._before, self._early = snapshot.anchor, snapshot.before, None
+        self._num_pending = 0
 
     def num_bytes(self) -> int:
         """Return the bytes of the sequence's context; weights are not counted."""
@@ -319,19 +319,19 @@ class Dflash2Drafter:
         return self._sidecar.codes(hidden, self._before, path, self._target.embed, self._context.newest())
 
     def _early_code(self) -> mx.array | None:
-        """Submit the early code of the anchor's row; None where nobody hears of it or no context is there."""
+        """Return the early code of the anchor's row, lazy; None without anybody who hears it or a context."""
         context = self._context.newest()
         if self._sidecar is None or not self.tells_routes or self.hears_early is None or not context.shape[0]:
             return None
         assert self._anchor is not None
-        code = self._sidecar.early_code(self._before, self._anchor, self._target.embed, context)
-        mx.async_eval(code)
-        return code
+        return self._sidecar.early_code(self._before, self._anchor, self._target.embed, context)
 
-    def _tell_early(self, early: mx.array) -> None:
-        """Hand over the early code, which the device has made before it began to draft."""
-        assert self.hears_early is not None
-        self.hears_early(RouteHints(np.asarray(self._target.to_host(early), np.float32)))
+    def _tell_early(self) -> None:
+        """Hand over the early code before the draft is described: reads of a row begin while it computes."""
+        if self._early is None:
+            self._early = self._early_code()
+        if self._early is not None and self.tells_routes and self.hears_early is not None:
+            self.hears_early(RouteHints(np.asarray(self._target.to_host(self._early), np.float32)))
 
     def _draft(self, k: int, position: int, sampling: DraftSampling) -> _Drafted:
         """Compute the block and walk the path."""

@@ -103,16 +103,21 @@ def fit_early(
             progress(step + 1, settings.num_steps, float(np.mean(losses)))
             losses = []
     found = params | trunk
-    calibration = params["calibration"].copy()
-    stage = STAGES.index("early")
+    return found | {"calibration": calibrated_early(found, aside, sizes, table)}
+
+
+def calibrated_early(
+    params: Values, aside: EarlyRows, sizes: SidecarSizes, table: EmbeddingTable
+) -> NDArray[np.float32]:
+    """Return the calibration of a sidecar, that of the stage `early` made anew."""
+    calibration, stage = params["calibration"].copy(), STAGES.index("early")
     calibration[stage] = (1, 0)
-    head = RouteHead(found | {"calibration": calibration}, sizes.layers, sizes.top_k, 0.0)
-    codes = early_codes_of(found, aside, table)
-    log_odds = head.log_odds_of(codes, slice(None), "early")
+    head = RouteHead(params | {"calibration": calibration}, sizes.layers, sizes.top_k, 0.0)
+    log_odds = head.log_odds_of(early_codes_of(params, aside, table), slice(None), "early")
     truth = wanted(aside.routes, sizes.num_experts).astype(bool)
     for place in range(len(sizes.layers)):
         calibration[stage, place] = fit_calibration(log_odds[place], truth[:, place])
-    return found | {"calibration": calibration}
+    return calibration
 
 
 def early_loss(

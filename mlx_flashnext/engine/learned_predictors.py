@@ -27,6 +27,8 @@ from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 
+EARLY_TIMES: Final = 2
+"""Experts named early of a layer, in multiples of those a row chooses: the block's other rows choose too."""
 REFRESHED_LAYERS: Final = 2
 """Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
 the real model's head has 48 layers of 512 experts, and this runs on the thread that decodes."""
@@ -82,7 +84,7 @@ class Learned:
         if self._head is None:
             return ()
         scores = self._head.log_odds_of(routes.codes, slice(None), "early")
-        return self._named(self._head.layers, scores, self._head.cut)
+        return self._named(self._head.layers, scores, self._head.cut, most=EARLY_TIMES * self._top_k)
 
     def drafted(self, routes: RouteHints | None) -> None:
         """Take the codes of the block that is about to begin; without any the sidecar is silent for it."""
@@ -132,10 +134,17 @@ class Learned:
         del num_rows
         self._codes = None
 
-    def _named(self, layers: Sequence[int], log_odds_LTE: NDArray[np.float32], cut: float) -> list[Guess]:
+    def _named(
+        self,
+        layers: Sequence[int],
+        log_odds_LTE: NDArray[np.float32],
+        cut: float,
+        most: int | None = None,
+    ) -> list[Guess]:
         """Return the experts of streamed layers that reach the cut, the likeliest of each layer first."""
+        most = log_odds_LTE.shape[1] * self._top_k if most is None else most
         chance = union_confidence(log_odds_LTE)
-        best = np.argsort(-chance, axis=-1, kind="stable")[:, : log_odds_LTE.shape[1] * self._top_k]
+        best = np.argsort(-chance, axis=-1, kind="stable")[:, :most]
         sure = np.take_along_axis(chance, best, axis=-1)
         count = (sure >= cut).sum(axis=-1).tolist()
         each = zip(layers, best.tolist(), sure.tolist(), count, strict=True)

@@ -148,7 +148,7 @@ def events_of_proposals(tiny_dir: Path, draft_dir: Path, monkeypatch) -> list[li
         return noting
 
     monkeypatch.setattr(Dflash2Drafter, "propose", proposing)
-    monkeypatch.setattr(mx, "async_eval", noted("submit", mx.async_eval))
+    monkeypatch.setattr(Dflash2Drafter, "_draft", noted("draft", Dflash2Drafter._draft))
     monkeypatch.setattr(DraftTarget, "to_host", noted("wait", DraftTarget.to_host))
     monkeypatch.setattr(ExpertStore, "prefetch", noted("read ahead", ExpertStore.prefetch))
     with opened(tiny_dir, draft_dir, "sidecar") as engine:
@@ -156,26 +156,26 @@ def events_of_proposals(tiny_dir: Path, draft_dir: Path, monkeypatch) -> list[li
     return proposals
 
 
-IN_ORDER = ["submit", "submit", "wait", "read ahead", "wait", "proposed"]
+IN_ORDER = ["wait", "read ahead", "draft", "wait", "proposed"]
 
 
-def test_early_hints_are_handed_over_while_the_draft_computes(tiny_dir, draft_dir, monkeypatch):
-    """The early code is submitted, then the draft; it is read, and its hints go, before the draft's wait."""
+def test_early_hints_are_handed_over_before_the_draft_is_waited_for(tiny_dir, draft_dir, monkeypatch):
+    """The early code, submitted when the anchor was known, is read, and its hints go, before the draft."""
     proposals = events_of_proposals(tiny_dir, draft_dir, monkeypatch)
     assert len(proposals) > 10
     assert all(events == IN_ORDER for events in proposals)
 
 
 def test_planted_a_draft_that_is_waited_for_first_is_seen(tiny_dir, draft_dir, monkeypatch):
-    codes = Sidecar.early_code
-    monkeypatch.setattr(Sidecar, "early_code", lambda self, *rest: mx.stop_gradient(codes(self, *rest)))
-    tell = Dflash2Drafter._tell_early
+    tell, draft = Dflash2Drafter._tell_early, Dflash2Drafter._draft
 
-    def late(self, early):
-        self._target.to_host(mx.zeros(1))
-        tell(self, early)
+    def draft_first(self, *given):
+        found = draft(self, *given)
+        tell(self)
+        return found
 
-    monkeypatch.setattr(Dflash2Drafter, "_tell_early", late)
+    monkeypatch.setattr(Dflash2Drafter, "_tell_early", lambda self: None)
+    monkeypatch.setattr(Dflash2Drafter, "_draft", draft_first)
     proposals = events_of_proposals(tiny_dir, draft_dir, monkeypatch)
     assert all(events != IN_ORDER for events in proposals)
 

@@ -12,6 +12,7 @@ from drafter.sidecar import RouteHead, SidecarSizes
 from expert_store.keys import ReadClass
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.learned_predictors import (
+    EARLY_TIMES,
     REFRESHED_LAYERS,
     Learned,
     averaged,
@@ -130,7 +131,7 @@ def test_of_the_anchors_row_the_sidecar_speaks_before_there_is_a_proposal():
     predictor = Learned(LAYERS, TOP_K, None, a_head(cut=0.0))
     guesses = list(predictor.early(codes(8.0)))
     assert [guess for guess in named(guesses) if guess[1] == 1] == [(layer, 1) for layer in range(NUM_LAYERS)]
-    assert len(guesses) == NUM_LAYERS * TOP_K
+    assert len(guesses) == NUM_LAYERS * EARLY_TIMES * TOP_K
     # What it said early is not what it says of the block: those codes come with the proposal.
     predictor.drafted(None)
     assert list(predictor.begin([5], 0)) == []
