@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
-from cli.errors import CommandError, Failure
+from cli.errors import CommandError, Failure, code_of
 from cli.settings import wants_colour, wants_progress
 
 if TYPE_CHECKING:
@@ -313,7 +313,9 @@ def _write(stream: TextIO, text: str) -> None:
         raise
     except OSError as error:
         discard_output(stream)
-        raise CommandError(f"Cannot write: {error.strerror or error}", hint="free some space") from error
+        raise CommandError(
+            f"Cannot write: {error.strerror or error}", hint="free some space", code=code_of(error)
+        ) from error
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -18,6 +18,7 @@ OK, FAILED, USAGE, INCOMPATIBLE, NOT_ENOUGH, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 
 
 # Of a path that is there and is no file to read, whoever met it.
 _NO_FILE = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO))
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 _CODES = {
     "DocumentCorrupt": DAMAGED,
     "DamagedDrafter": DAMAGED,
@@ -88,6 +89,22 @@ class Failure:
         return {"error": {"type": self.kind, "message": self.message, "hint": self.hint}}
 
 
+def code_of(error: BaseException) -> int:
+    """Return the exit code of what the system refused."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL:
+        return NOT_ENOUGH
+    return DAMAGED if number in _NO_FILE else FAILED
+
+
+def code_of_reading(error: BaseException) -> int:
+    """Return the exit code of what `read_regular` could not read."""
+    from mlx_flashnext.regular_file import NO_PLAIN_FILE
+
+    is_damaged = isinstance(error, OSError) and error.errno in NO_PLAIN_FILE
+    return DAMAGED if is_damaged else code_of(error)
+
+
 def describe(error: BaseException) -> Failure:
     """Return what to tell about any exception that reached the boundary."""
     from drafter.errors import DrafterError
@@ -106,8 +123,8 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or kind
         message = reason if error.filename is None else f"{reason}: {error.filename}"
-        code = DAMAGED if error.errno in _NO_FILE else FAILED
-        return Failure(code, kind, message, "check the path, its permissions and the space on its disk")
+        hint = "check the path, its permissions and the space on its disk"
+        return Failure(code_of(error), kind, message, hint)
     detail = str(error) or "no message"
     return Failure(
         FAILED, kind, f"Internal error: {kind}: {detail}", "add --debug for the traceback, and report it"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cli.errors import DAMAGED, INCOMPATIBLE, CommandError
+from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, code_of_reading
 from mlx_flashnext.regular_file import read_regular
 
 FORMAT = "flashnext-chat"
@@ -85,7 +85,9 @@ def read_transcript(path: Path) -> Transcript:
         data = read_regular(path)
     except OSError as error:
         raise CommandError(
-            f"Cannot read {path}: {error.strerror or error}", hint="save a conversation with /save FILE"
+            f"Cannot read {path}: {error.strerror or error}",
+            hint="save a conversation with /save FILE",
+            code=code_of_reading(error),
         ) from error
     try:
         transcript = msgspec.json.decode(data, type=Transcript)

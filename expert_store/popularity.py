@@ -160,6 +160,8 @@ def save_popularity(path: Path, popularity: Popularity, *, model_digest: str) ->
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for somebody to write
+            raise _unusable(path, "it cannot be read: not a regular file")
         with path.open("rb") as stream:
             data = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:

@@ -13,7 +13,7 @@ import typer
 from cli.answer import Ask, TextSink, plan_request, play
 from cli.console import Console, as_json_value, counted, size
 from cli.engine_factory import Services
-from cli.errors import DAMAGED, INCOMPATIBLE, INTERRUPTED, OK, CommandError, UsageProblem
+from cli.errors import DAMAGED, INCOMPATIBLE, INTERRUPTED, OK, CommandError, UsageProblem, code_of
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import DraftOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
@@ -271,7 +271,9 @@ class _NewFile:
 
     def _failed(self, error: Exception) -> CommandError:
         reason = getattr(error, "strerror", None) or error
-        return CommandError(f"Cannot write {self._path}: {reason}", hint="choose another place")
+        return CommandError(
+            f"Cannot write {self._path}: {reason}", hint="choose another place", code=code_of(error)
+        )
 
 
 @contextmanager

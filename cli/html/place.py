@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, UsageProblem
+from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, UsageProblem, code_of, code_of_reading
 from cli.html.page import GENERATOR, TITLES, render_page
 from cli.html.reading import Node
 from cli.settings import expanded
@@ -85,7 +85,9 @@ class PagePlace:
 
     def _failed(self, error: Exception) -> CommandError:
         reason = getattr(error, "strerror", None) or error
-        return CommandError(f"Cannot write {self.path}: {reason}", hint="choose another place for --html")
+        return CommandError(
+            f"Cannot write {self.path}: {reason}", hint="choose another place for --html", code=code_of(error)
+        )
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
@@ -99,7 +101,9 @@ def read_report(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(
-            f"Cannot read {path}: {reason}", hint="save one: flashnext bench --report ssd-wait --json > FILE"
+            f"Cannot read {path}: {reason}",
+            hint="save one: flashnext bench --report ssd-wait --json > FILE",
+            code=code_of_reading(error),
         ) from error
     try:
         document = json.loads(data)

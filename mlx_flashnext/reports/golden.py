@@ -25,12 +25,14 @@ from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.machine import Machine
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.sampler import SamplingParams
+from mlx_flashnext.regular_file import read_regular
 
 FORMAT = "flashnext-golden"
 VERSION = 1
 PROMPT: Final = "The three primary colours are red, yellow and"
 NUM_TOKENS: Final = 32
 CONTEXT_TOKENS: Final = 256
+_FILE_BYTES_MAX: Final = 1 << 20
 Outcome = Literal["kept", "same", "differs", "new conditions"]
 
 
@@ -183,8 +185,8 @@ def _greedy(engine: Engine, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], i
 def _load(path: Path) -> Golden | None:
     """Return the golden of a file; None if there is none that can be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Golden)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(read_regular(path, _FILE_BYTES_MAX), type=Golden)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

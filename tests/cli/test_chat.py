@@ -196,7 +196,9 @@ def test_a_system_prompt_beside_a_resumed_one_is_refused(cli, tmp_path):
 def test_what_is_no_file_is_neither_resumed_nor_replaced(cli, tmp_path, make):
     path = tmp_path / "chat.json"
     make(path)
-    assert "Not a regular file" in cli.chat("--resume", str(path), input="hello\n").stderr
+    resumed = cli.chat("--resume", str(path), input="hello\n")
+    assert "Not a regular file" in resumed.stderr
+    assert resumed.exit_code == 5
     assert "is not a saved conversation" in cli.chat(input=f"first\n/save {path}\n").stderr
     assert not path.is_file()
 

@@ -1,6 +1,7 @@
 """doctor beside the drive: facts around a run as each system tells them, and the golden of a model."""
 
 import json
+import os
 import plistlib
 import subprocess
 from collections.abc import Sequence
@@ -201,13 +202,22 @@ def test_p61_a_golden_is_compared_with_the_slots_it_was_said_with(model, monkeyp
     assert opened == [None, 6]
 
 
-@pytest.mark.parametrize("damage", [b"\xff", b'{"format": 1}'])
+@pytest.mark.parametrize("damage", [b"\xff", b'{"format": 1}', b'{"x": ' * 100_000])
 def test_a_damaged_golden_is_kept_anew(model, damage):
     machine = detect_machine()
     path = check_golden(model, machine, goldens()).path
     path.write_bytes(damage)
     assert check_golden(model, machine, goldens()).outcome == "kept"
     assert check_golden(model, machine, goldens()).outcome == "same"
+
+
+def test_a_pipe_in_the_place_of_a_golden_is_not_waited_for(model):
+    path = check_golden(model, detect_machine(), goldens()).path
+    path.unlink()
+    os.mkfifo(path)
+    result = flashnext("doctor", model)
+    assert "golden: not checked, Not a regular file" in result.stdout
+    path.unlink()
 
 
 def test_p42_the_acceptance_of_the_next_token_module_is_told(model):

@@ -73,5 +73,6 @@ def test_other_exceptions_are_told_in_one_line():
     failure = describe(PermissionError(13, "Permission denied", "/x"))
     assert failure.message == "Permission denied: /x"
     assert failure.hint
-    assert describe(OSError(28, "No space left on device")).message == "No space left on device"
+    full = describe(OSError(28, "No space left on device"))
+    assert (full.message, full.code) == ("No space left on device", NOT_ENOUGH)
     assert describe(KeyError("x")).message == "Internal error: KeyError: 'x'"

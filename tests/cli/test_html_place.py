@@ -133,6 +133,15 @@ def test_what_is_no_report_is_refused_and_leaves_no_page(folder, text, code, mes
     assert [one.name for one in folder.iterdir()] == ["saved.json"]
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_is_no_report(folder, make):
+    path = folder / "saved.json"
+    make(path)
+    result = flashnext("bench", "--from-json", path, "--html", folder / "page.html")
+    assert result.exit_code == 5
+    assert result.stderr.startswith(f"error: Cannot read {path}: ")
+
+
 def test_a_report_that_is_not_there_is_refused(folder):
     result = flashnext("bench", "--from-json", folder / "none.json", "--html", folder / "page.html")
     assert result.exit_code == 1
@@ -174,7 +183,7 @@ def test_what_was_measured_is_printed_though_the_page_cannot_be_written(folder, 
     monkeypatch.setattr(place, "publish", full)
     monkeypatch.setattr(bench, "ssd_wait_report", lambda *_: Measured())
     result = flashnext("bench", "--report", "ssd-wait", "--json", "--html", page, services=Services())
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert json.loads(result.stdout) == REPORT
     assert result.stderr.startswith(f"error: Cannot write {page}: No space left on device")
     assert not page.exists()

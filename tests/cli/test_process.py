@@ -67,7 +67,7 @@ def test_a_full_disk_is_an_error_of_one_line(spawn):
     with Path("/dev/full").open("wb") as full:
         process = spawn(Script(["</think>Hi<|im_end|>"]), "run", "hello", stdout=full)
         _, stderr = finish(process)
-    assert process.returncode == 1
+    assert process.returncode == 4
     assert stderr.startswith(b"error: Cannot write: No space left on device\n")
     assert b"Traceback" not in stderr
 
@@ -80,7 +80,7 @@ def test_a_help_page_on_a_full_disk_is_an_error_of_one_line(words):
             [sys.executable, "-m", "cli", *words],
             cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
-    assert result.returncode == 1
+    assert result.returncode == 4
     assert result.stderr.startswith(b"error: No space left on device\n")
     assert b"Traceback" not in result.stderr
 

@@ -131,6 +131,9 @@ def test_a_missing_file_and_a_directory_are_reasons_like_any_other(tmp_path):
         load(tmp_path / "none.json")
     with pytest.raises(PopularityUnusable, match="cannot be read"):
         load(tmp_path)
+    os.mkfifo(tmp_path / "pipe.json")  # nobody will ever write
+    with pytest.raises(PopularityUnusable, match="cannot be read: not a regular file"):
+        load(tmp_path / "pipe.json")
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
