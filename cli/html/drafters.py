@@ -35,15 +35,15 @@ def rates(variants: Sequence[Node]) -> Section | None:
     picture = Picture(
         "p-rates",
         "Tokens a second by drafter",
-        "A bar for every drafter with a line from its slowest to its fastest repetition, and a vertical line "
-        "at the rate of target-only.",
+        "A bar for every drafter with a line from its slowest to its fastest repetition, and across each a "
+        "vertical line at the rate of target-only.",
         "t-rates",
     )
     most = max(
         max(one["tokens_per_s"].number or 0, one["tokens_per_s_range"][1].number or 0) for one in known
     )
     across = ticks(most)
-    y = 4.0
+    y, plain_rate = 4.0, known[0]["tokens_per_s"].number or 0.0
     for one in known:
         rate = one["tokens_per_s"].number or 0.0
         picture.text(0, y + 12, f"{name_of(one)}: {rate:.2f} tokens/s{_against(one)}", kind="label")
@@ -51,9 +51,9 @@ def rates(variants: Sequence[Node]) -> Section | None:
         low, high = (one["tokens_per_s_range"][place].number for place in (0, 1))
         if low is not None and high is not None:
             picture.line("whisker", low / across[-1], y + 25, high / across[-1], y + 25)
+        # Across the bar alone: on a narrow page it would go through the names.
+        picture.upright("bound", plain_rate / across[-1], y + 15, y + 21 + _BAR)
         y += _ROW
-    plain_rate = known[0]["tokens_per_s"].number or 0.0
-    picture.upright("bound", plain_rate / across[-1], 4, y)
     _axis(picture, across, y, "tokens a second")
     headings = ("drafter", "tokens/s", "from", "to", "over target-only", "prefill, ms/token", "read a token",
                 "waited, ms/token")  # fmt: skip
