@@ -6,9 +6,10 @@ can raise. All methods run under the store's lock, one hand-over in one acquisit
 
 What a guess may take. Queued, nothing. When its read begins (dispatch.py) it takes an EMPTY slot, else that
 of a wrong guess, else the one the policy would free next - the last only while fewer than `num_slots -
-min_exact_slots` guesses of the layer are expected (slots.py S6, ranking.py K3). At most `max_reads` guesses
-are on the wire, half the readers, so that an exact read starts at once and shares the drive with few: two of
-four cost it one record's time and keep the drive busy, three cost two, four cost three (measured:
+min_exact_slots` guesses of the layer are expected (slots.py S6, ranking.py K3), and never one that a hint has
+named for the coming demand: a hint for what is resident keeps it from guesses (K4). At most `max_reads`
+guesses are on the wire, half the readers, so that an exact read starts at once and shares the drive with few:
+two of four cost it one record's time and keep the drive busy, three cost two, four cost three (measured:
 bench/studies/guess_interference.py). With a single reader it waits for the one read on the wire (T3).
 
 What becomes of it. Demanded in a slot: used. Demanded queued or on the wire: joined, exact from then on.
@@ -207,13 +208,15 @@ class Prefetcher:
             self._issuing.end_unread(ticket, Fate.CANCELLED)
 
     def _absent(self, hints: Sequence[Prefetch]) -> list[Prefetch]:
-        """Return the hints whose record is not in a slot, whole: with many slots, few of them."""
+        """Return the hints whose record is not in a slot, whole; the others keep theirs from guesses (K4)."""
         shelves = self._shelves
         found: list[Prefetch] = []
         for hint in hints:
             shelf = shelves.get(hint[0])
             if shelf is None or not shelf.table.is_full(hint[1]):
                 found.append(hint)
+            else:
+                shelf.table.ranking.want(hint[1])
         return found
 
     def _let_in(self, hint: Prefetch, owner: int, generation: int, now_ns: int) -> HintOutcome:

@@ -11,7 +11,8 @@ Invariants:
     K2  the policy changes only by demands that are committed: guesses and rejected rows leave no trace in
         its order (recency is frozen while unverified rows run), nor in the demand counts;
     K3  victims: cold ones, then the policy's choice, then live ones, the oldest first. A guess never evicts
-        a live record, and takes from the policy only while fewer than `max_expected` guesses are expected.
+        a live record, and takes from the policy only while fewer than `max_expected` guesses are expected;
+    K4  a guess never evicts a record that a hint has named for the layer's next demand.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Ranking:
         "_max_expected",
         "_num_demands",
         "_policy",
+        "_wanted",
         "counts",
         "num_expected",
     )
@@ -69,6 +71,7 @@ class Ranking:
         self._live: dict[int, Guess | None] = {}
         self._cold: dict[int, Guess | None] = {}
         self._born: dict[int, int] = {}  # of live ones: demands of the layer before it
+        self._wanted: set[int] = set()  # until the next demand
         self._num_demands = 0
         self.num_expected = 0
         self.counts = [0] * num_experts
@@ -80,6 +83,7 @@ class Ranking:
 
         The other guesses that were due at this demand were wrong and turn cold.
         """
+        self._wanted.clear()
         if self._live or self._cold:
             experts = self._hit_unproven(experts, is_committed)
         if is_committed:
@@ -133,6 +137,10 @@ class Ranking:
         """Records that guesses may send away now, at most."""
         return max(0, self._max_expected - self.num_expected) + len(self._cold)
 
+    def want(self, expert: int) -> None:
+        """Hear that an expert with a slot will probably be demanded next: no guess evicts it (K4)."""
+        self._wanted.add(expert)
+
     def expect(self, expert: int, guess: Guess) -> None:
         """Take in an expert that was predicted and given a slot."""
         self._make_live(expert, guess)
@@ -140,7 +148,13 @@ class Ranking:
     # Leaving.
 
     def evict(self, can_leave: Callable[[int], bool], *, for_guess: bool = False) -> int | None:
-        """Choose who leaves, forget and return it; None if none can (K3)."""
+        """Choose who leaves, forget and return it; None if none can (K3, K4)."""
+        if for_guess and self._wanted:
+            wanted, may_leave = self._wanted, can_leave
+
+            def can_leave(expert: int) -> bool:
+                return expert not in wanted and may_leave(expert)
+
         victim = _first(self._cold, can_leave)
         if victim is None and not (for_guess and self.num_expected >= self._max_expected):
             victim = self._policy.evict(can_leave)

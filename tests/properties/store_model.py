@@ -58,6 +58,7 @@ class Layer:
     live: dict[int, Read | None] = field(default_factory=dict)
     cold: dict[int, Read | None] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
+    wanted: set[int] = field(default_factory=set)  # named by hints since the last demand
 
     @property
     def is_identity(self):
@@ -170,6 +171,7 @@ class StoreModel:
         self.guesses.sort(key=lambda r: r.urgency)
 
     def _hit(self, shelf, experts, is_committed):
+        shelf.wanted.clear()
         known = []
         for expert in experts:
             if expert in shelf.order:
@@ -211,7 +213,9 @@ class StoreModel:
         pins = self.pins(layer)
 
         def first(experts):
-            return next((e for e in experts if not pins[e] and not self.is_loading((layer, e))), None)
+            kept = shelf.wanted if for_guess else ()
+            can_leave = (e for e in experts if not pins[e] and not self.is_loading((layer, e)))
+            return next((e for e in can_leave if e not in kept), None)
 
         sources = [shelf.cold]
         if not for_guess or shelf.num_expected < shelf.max_guesses:
@@ -255,6 +259,7 @@ class StoreModel:
         if shelf is None or not 0 <= hint.expert < shelf.num_experts:
             return HintOutcome.INVALID
         if self.is_full(*key):
+            shelf.wanted.add(hint.expert)
             return HintOutcome.RESIDENT
         old = self.in_flight(key)
         if old is not None:

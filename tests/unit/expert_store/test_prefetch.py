@@ -295,6 +295,14 @@ def test_a_guess_takes_only_what_nobody_wants_and_only_so_much_of_it():
     lease.release()
 
 
+def test_a_hint_for_what_is_resident_keeps_it_from_other_guesses():
+    rig = make_rig(num_experts=16, slots=4, lengths=ONE, limits=PrefetchLimits(min_exact_slots=2))
+    rig.load(0, [0, 1, 2, 3])
+    rig.store.prefetch(hints(0, 0, 10, 11), owner=1, generation=0)
+    rig.reader.run()
+    assert [e for e in range(16) if rig.store.is_resident(0, e)] == [0, 3, 10, 11]
+
+
 def test_a_live_guess_outlasts_cold_demands_and_a_wrong_near_one_does_not():
     for read_class, is_kept in ((SPECULATIVE, True), (NEAR, False)):
         rig = make_rig(num_experts=16, slots=4, lengths=ONE)

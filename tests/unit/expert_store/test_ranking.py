@@ -56,6 +56,30 @@ def test_a_guess_never_sends_away_a_live_record_and_demanded_ones_only_while_few
     assert [ranking.evict(anybody, for_guess=True) for _ in range(5)] == [2, 3, 0, 1, None]
 
 
+def who_guesses_send_away():
+    """Two demanded records, the older one named by a hint; what two guesses send away, and then a demand."""
+    ranking, _ = filled(max_expected=9)
+    ranking.want(0)
+    by_guesses = [ranking.evict(anybody, for_guess=True) for _ in range(4)]
+    return by_guesses, ranking.evict(anybody)
+
+
+def test_a_guess_never_sends_away_what_a_hint_has_named_and_a_demand_does():
+    assert who_guesses_send_away() == ([2, 3, 1, None], 0)
+
+
+def test_planted_a_hint_that_keeps_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(Ranking, "want", lambda self, expert: None)
+    assert who_guesses_send_away() != ([2, 3, 1, None], 0)
+
+
+def test_what_a_hint_has_named_is_kept_until_the_next_demand_only():
+    ranking, _ = filled(max_expected=9)
+    ranking.want(0)
+    ranking.hit([1], is_committed=True)
+    assert 0 in [ranking.evict(anybody, for_guess=True) for _ in range(3)]
+
+
 def test_only_what_can_leave_is_sent_away():
     ranking, guesses = filled()
     assert ranking.evict(lambda expert: expert in (1, 4)) == 1
