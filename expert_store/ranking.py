@@ -150,11 +150,11 @@ class Ranking:
     def evict(self, can_leave: Callable[[int], bool], *, for_guess: bool = False) -> int | None:
         """Choose who leaves, forget and return it; None if none can (K3, K4)."""
         if for_guess and self._wanted:
-            wanted, may_leave = self._wanted, can_leave
+            wanted, may = self._wanted, can_leave
+            return self._evicted(lambda expert: expert not in wanted and may(expert), for_guess=True)
+        return self._evicted(can_leave, for_guess=for_guess)
 
-            def can_leave(expert: int) -> bool:
-                return expert not in wanted and may_leave(expert)
-
+    def _evicted(self, can_leave: Callable[[int], bool], *, for_guess: bool) -> int | None:
         victim = _first(self._cold, can_leave)
         if victim is None and not (for_guess and self.num_expected >= self._max_expected):
             victim = self._policy.evict(can_leave)
