@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.stats import DraftStatistics
 
 BAR = 1.03
+OUT_OF_IT = 1.2
+"""Of the best fixed width's time in a round: further off than luck takes a width (a tenth)."""
 MORE = {
     "sums": ("Anna has 52 coins and spends 18. How many coins are left?",),
     "code": ("Write a Python function that counts the vowels in a string.",),
@@ -134,17 +136,25 @@ def measure(options: argparse.Namespace, genre: str, budget: int) -> dict[str, A
 def _in_turns(
     runs: dict[str, Callable[[], float]], num_rounds: int, max_seconds: float
 ) -> list[dict[str, float]]:
-    """Run everything once uncounted, then in rounds there and back; fewer rounds when the time is up."""
+    """Run everything once uncounted, then in rounds there and back; fewer rounds when the time is up.
+
+    A fixed width that was far from the best of a round is not run again: the rest gets its time.
+    """
     began = time.monotonic()
     for run in runs.values():
         run()
     rounds: list[dict[str, float]] = []
+    left = dict(runs)
     for _ in range(num_rounds):
         started = time.monotonic()
-        totals = dict.fromkeys(runs, 0.0)
-        for name in [*runs, *reversed(runs)]:
-            totals[name] += runs[name]() / 2
+        totals = dict.fromkeys(left, 0.0)
+        for name in [*left, *reversed(left)]:
+            totals[name] += left[name]() / 2
         rounds.append(totals)
+        least = min(totals[name] for name in _fixed_of(left))
+        for name in _fixed_of(left):
+            if name != "none" and totals[name] > OUT_OF_IT * least:
+                del left[name]
         if time.monotonic() - began + (time.monotonic() - started) > max_seconds:
             break
     return rounds
@@ -154,10 +164,9 @@ def _show(
     genre: str, budget: int, slots: int, rounds: Sequence[dict[str, float]], cell: Cell
 ) -> dict[str, Any]:
     def over(name: str, base: str) -> list[float]:
-        return [one[name] / one[base] for one in rounds]
+        return [one[name] / one[base] for one in rounds if name in one and base in one]
 
-    names = list(rounds[0])
-    fixed = [name for name in names if not name.startswith("governor")]
+    names, fixed = list(rounds[0]), _fixed_of(rounds[-1])
     medians = {name: statistics.median(over(name, "none")) for name in names}
     best = min(fixed, key=lambda name: medians[name])
     print(f"{genre}, {budget} % of the experts ({slots}), {len(rounds)} rounds; time over plain decode's")
@@ -179,6 +188,10 @@ def _show(
     found["is_met"] = is_met
     print(f"  bars of {BAR}: {'met' if is_met else 'MISSED'}", flush=True)
     return found
+
+
+def _fixed_of(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith("governor")]
 
 
 def _best_elsewhere(rounds: Sequence[dict[str, float]], number: int, fixed: Sequence[str]) -> str:
