@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from bench.studies.disturbing import BreakableSource
-from bench.studies.resting import MOST_DRIFT, Rest, drift, judge, measure
+from bench.studies.resting import MOST_DRIFT, Rest, drift, judge, measure, use_one_arena
 from drafter.lookup import LookupDrafter
 from expert_store.errors import StoreError
 from expert_store.slots import SlotState
@@ -359,6 +359,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=200, help="turns before the first rest that counts")
     parser.add_argument("--progress", type=Path, help="a line of JSON is added to it after every block")
     options = parser.parse_args()
+    use_one_arena()
     began, wrong, rests = time.monotonic(), [], []
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as open_files:
         told = open_files.enter_context(options.progress.open("a")) if options.progress else sys.stderr
