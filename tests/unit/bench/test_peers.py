@@ -145,8 +145,9 @@ def test_answers_are_decoded_in_turns_there_and_back():
 
 
 def test_legs_that_share_a_process_do_not_take_turns_with_each_other():
-    asked = [(leg, one) for leg in ("resident", "half", "slow drive") for one in LEGS[leg].contenders]
+    asked = [(leg, one) for leg in ("resident", "two fifths", "slow drive") for one in LEGS[leg].contenders]
     groups = apart(asked)
+    assert len(groups) == 2
     assert sorted((one for group in groups for one in group), key=str) == sorted(asked, key=str)
     for group in groups:
         keys = [(one.name, LEGS[leg].share) for leg, one in group]
