@@ -160,8 +160,9 @@ def run_rounds(
         drop_caches()
         while number < rounds and time.monotonic() - began + longest * 1.1 < seconds:
             since, lines = time.monotonic(), []
-            prompt = prompt_ids(text["vocab_size"], NEXT_PROMPT, f"next {number}")
-            for group in apart(asked):
+            for place, group in enumerate(apart(asked)):
+                # Another prompt for each group: what a process has just answered it need not read again.
+                prompt = prompt_ids(text["vocab_size"], NEXT_PROMPT, f"next {number}.{place}")
                 turn = number % len(group)
                 order = [*group[turn:], *group[:turn]]
                 in_turns = {(one.name, str(LEGS[name].share)): name for name, one in order}
