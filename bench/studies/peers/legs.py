@@ -61,13 +61,12 @@ class Leg:
 
 
 _OURS = Contender("flashnext", "flashnext", "mlx")
-_HINTED = Contender("flashnext, near-gate hints", "flashnext", "mlx", {"hints": "near-gate"})
 _PEER = Contender("mlx-vlm moe_offload", "mlx-vlm", "off")
 LEGS: Final = {
     "resident": Leg(None, None, (_OURS, Contender("mlx-vlm", "mlx-vlm", "mlx"))),
     "half": Leg(0.5, None, (_OURS, _PEER)),
     "two fifths": Leg(0.4, None, (_OURS, _PEER)),
-    "slow drive": Leg(0.4, SLOW_BYTES_PER_S, (_OURS, _HINTED, _PEER)),
+    "slow drive": Leg(0.4, SLOW_BYTES_PER_S, (_OURS, _PEER)),
     "reference": Leg(
         None,
         None,
