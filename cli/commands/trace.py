@@ -13,7 +13,7 @@ import typer
 from cli.answer import Ask, TextSink, plan_request, play
 from cli.console import Console, as_json_value, counted, size
 from cli.engine_factory import Services
-from cli.errors import DAMAGED, INCOMPATIBLE, INTERRUPTED, OK, CommandError, UsageProblem, code_of
+from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, INTERRUPTED, OK, CommandError, UsageProblem, code_of
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import DraftOptions, MemoryOptions, ModelOptions, PromptOptions, SamplingOptions
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drafter.record import Cycle, Header
     from drafter.record_check import Identity
     from mlx_flashnext.engine.engine import Engine
-    from mlx_flashnext.traces.recording import TraceSettings
+    from mlx_flashnext.traces.recording import Recorder, TraceSettings
 
 TraceFile = Annotated[str, typer.Argument(metavar="TRACE", help="A file that `trace record` wrote.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -111,10 +111,7 @@ def record(
             if console.out_is_terminal and answer.text and not answer.text.endswith("\n"):
                 console.answer("\n")
             if recorder.failure:
-                raise CommandError(
-                    f"No trace was written: {recorder.failure}",
-                    hint="the answer is whole; make room, or choose another place",
-                )
+                raise file.unfinished(recorder) from recorder.cause
             if recorder.num_cycles:
                 file.publish()
     if recorder.num_cycles:
@@ -268,6 +265,16 @@ class _NewFile:
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise self._failed(error) from error
         raise CommandError(f"There is a file already: {self._path}", hint="traces are never written over")
+
+    def unfinished(self, recorder: "Recorder") -> CommandError:
+        """Return the error of a trace that ended before its answer did."""
+        cause = recorder.cause
+        reason = (cause.strerror if isinstance(cause, OSError) else None) or recorder.failure
+        return CommandError(
+            f"No trace was written: {self._path}: {reason}",
+            hint="the answer is whole; make room, or choose another place",
+            code=FAILED if cause is None else code_of(cause),
+        )
 
     def _failed(self, error: Exception) -> CommandError:
         reason = getattr(error, "strerror", None) or error

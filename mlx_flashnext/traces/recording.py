@@ -180,6 +180,7 @@ class Recorder:
 
     Attributes:
         failure: why it stopped; empty while it has not.
+        cause: what was raised then: of the stream an `OSError`, which knows no path.
         num_cycles: cycles seen.
     """
 
@@ -191,6 +192,7 @@ class Recorder:
         cancelled: Callable[[], Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
         self.failure = ""
+        self.cause: Exception | None = None
         self.num_cycles = 0
         self._writer = TraceWriter(stream)
         self._settings = settings
@@ -256,7 +258,7 @@ class Recorder:
         self._write()
 
     def _stop(self, error: Exception) -> None:
-        self.failure = f"{type(error).__name__}: {error}"
+        self.failure, self.cause = f"{type(error).__name__}: {error}", error
         self._pending, self._values = None, []
         _log.warning("recording stopped: %s", self.failure)
 

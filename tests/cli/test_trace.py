@@ -223,16 +223,23 @@ def test_logits_that_no_block_could_keep_are_refused(model, place, monkeypatch):
     assert list(place.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_stops_the_trace_and_not_the_answer(model, place, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 4), (errno.EDQUOT, 4), (errno.EIO, 1)])
+@pytest.mark.parametrize("at_once", [True, False], ids=["while recording", "with the last flush"])
+def test_a_disk_that_fills_up_stops_the_trace_and_not_the_answer(
+    model, place, monkeypatch, number, code, at_once
+):
     real = tempfile.NamedTemporaryFile
 
     def full(*arguments, **named):
         file = real(*arguments, **named)
 
-        def write(data) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def refuse(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
 
-        file.write = write
+        if at_once:
+            file.write = refuse
+        else:
+            monkeypatch.setattr("cli.commands.trace.os.fsync", refuse)
         return file
 
     words = ("--model", model, "the the the", *WORDS)
@@ -240,8 +247,10 @@ def test_a_disk_that_fills_up_stops_the_trace_and_not_the_answer(model, place, m
     monkeypatch.setattr("cli.commands.trace.tempfile.NamedTemporaryFile", full)
     result = flashnext("trace", "record", "-o", place / "t", *words)
     assert result.stdout == plain.stdout
-    assert result.exit_code == 1
-    assert "error: No trace was written: OSError: [Errno 28] No space left on device" in result.stderr
+    assert result.exit_code == code
+    what = "No trace was written:" if at_once else "Cannot write"
+    assert f"error: {what} {place / 't'}: {os.strerror(number)}" in result.stderr.splitlines()
+    assert "hint:" in result.stderr
     assert list(place.iterdir()) == []
 
 
