@@ -21,6 +21,8 @@ _NO_FILE = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO))
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 _CODES = {
     "DocumentCorrupt": DAMAGED,
+    "DamagedDocument": DAMAGED,
+    "ForeignDocument": INCOMPATIBLE,
     "DamagedDrafter": DAMAGED,
     "CheckpointCorrupt": DAMAGED,
     "RecordCorrupt": DAMAGED,

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from drafter.documents import DocumentRefused, parse_object
+from drafter.documents import DocumentRefused, check_version, parse_object
 
 FORMAT = "flashnext-draft-calibration"
 VERSION = 1
@@ -85,10 +85,7 @@ def read_record(data: bytes) -> CalibrationRecord:
         datetime.date.fromisoformat(record.date)
     except (msgspec.ValidationError, ValueError) as error:
         raise DocumentRefused(f"{FILE} is no calibration record: {error}") from None
-    if (record.format, record.version) != (FORMAT, VERSION):
-        raise DocumentRefused(
-            f"{FILE} is {record.format!r} version {record.version}, wanted {FORMAT!r} version {VERSION}"
-        )
+    check_version(FILE, (record.format, record.version), (FORMAT, VERSION))
     return record
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from drafter.config import DraftConfig
-from drafter.documents import DocumentRefused, parse_object
+from drafter.documents import DocumentRefused, check_version, parse_object
 from drafter.facts import DraftListing, TargetFacts
 from drafter.reasons import Consequence, Report
 
@@ -144,10 +144,7 @@ def read_contract(data: bytes) -> DraftContract:
         contract = msgspec.convert(parse_object(data, FILE), DraftContract, strict=True)
     except msgspec.ValidationError as error:
         raise DocumentRefused(f"{FILE} is no draft contract: {error}") from None
-    if (contract.format, contract.version) != (FORMAT, VERSION):
-        raise DocumentRefused(
-            f"{FILE} is {contract.format!r} version {contract.version}, wanted {FORMAT!r} version {VERSION}"
-        )
+    check_version(FILE, (contract.format, contract.version), (FORMAT, VERSION))
     return contract
 
 

@@ -1,8 +1,9 @@
 """Reads JSON from strangers: one object, bounded, nothing overlooked.
 
-Entry point: `parse_object`. Refused: more than 1 MiB, anything but UTF-8, nesting that exhausts the parser, a
-key listed twice, NaN and infinities (which JSON does not have but many parsers take), absurdly long numbers,
-half of a surrogate pair (a string that no file and no terminal can hold).
+Entry points: `parse_object`, `check_version`, `unusable`. Refused: more than 1 MiB, anything but UTF-8,
+nesting that exhausts the parser, a key listed twice, NaN and infinities (which JSON does not have but many
+parsers take), absurdly long numbers, half of a surrogate pair (a string that no file and no terminal can
+hold).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import json
 import math
 from typing import NoReturn
+
+from drafter.errors import DamagedDocument, DrafterError, ForeignDocument
+from drafter.reasons import one_line, shown
 
 MAX_BYTES = 1 << 20
 
@@ -19,6 +23,22 @@ class DocumentRefused(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= 500 else message[:497] + "...")
+
+
+class VersionRefused(DocumentRefused):
+    """The document is of another format or version."""
+
+
+def unusable(what: str, error: Exception, *, hint: str) -> DrafterError:
+    """Return the error for people of a document that a command needs, and that was refused.
+
+    Args:
+        what: cannot be used, such as "No sound capture set".
+        error: why; shortened, for python repeats what a stranger wrote.
+        hint: what would help.
+    """
+    kind = ForeignDocument if isinstance(error, VersionRefused) else DamagedDocument
+    return kind(f"{what}: {one_line(str(error))}", hint=hint)
 
 
 def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
@@ -50,6 +70,18 @@ def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[
     if not isinstance(document, dict):
         raise DocumentRefused(f"{name} does not hold an object: {type(document).__name__}")
     return document
+
+
+def check_version(name: str, said: tuple[object, object], wanted: tuple[str, int]) -> None:
+    """Refuse a document of another format or version; what it says instead is repeated in part.
+
+    Raises:
+        VersionRefused: it is another.
+    """
+    if said != wanted or isinstance(said[1], bool):
+        raise VersionRefused(
+            f"{name} is {shown(said[0])!r} version {shown(said[1])}, wanted {wanted[0]!r} version {wanted[1]}"
+        )
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -15,3 +15,11 @@ class DrafterError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class DamagedDocument(DrafterError):
+    """Something on the disk is there and is not what its name says: cut short, changed, or not its format."""
+
+
+class ForeignDocument(DrafterError):
+    """Something on the disk is whole and of another version than this program reads."""

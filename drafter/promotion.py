@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from drafter.calibration import MIN_AGREEMENT, Share
-from drafter.documents import DocumentRefused, parse_object
+from drafter.documents import DocumentRefused, check_version, parse_object
 
 FORMAT = "flashnext-draft-promotion"
 VERSION = 1
@@ -111,8 +111,5 @@ def read_promotion(data: bytes) -> Promotion:
         found = msgspec.json.decode(data, type=Promotion)
     except msgspec.MsgspecError as error:
         raise DocumentRefused(f"{FILE} is no promotion record: {error}") from None
-    if (found.format, found.version) != (FORMAT, VERSION):
-        raise DocumentRefused(
-            f"{FILE} is {found.format!r} version {found.version}, wanted {FORMAT!r} version {VERSION}"
-        )
+    check_version(FILE, (found.format, found.version), (FORMAT, VERSION))
     return found

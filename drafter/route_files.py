@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from drafter.documents import DocumentRefused, parse_object
+from drafter.documents import DocumentRefused, check_version, parse_object
 from drafter.facts import SidecarFacts, TensorFacts
 from drafter.sidecar import SidecarSizes
 
@@ -156,11 +156,7 @@ def read_route_document(data: bytes, kind: type[Routes]) -> Routes:
     """
     document = parse_object(data, DOCUMENT)
     said = document.pop("format", None), document.pop("version", None)
-    wanted = _FORMATS[kind], VERSIONS[_FORMATS[kind]]
-    if said != wanted:
-        raise DocumentRefused(
-            f"{DOCUMENT} is {said[0]!r} version {said[1]!r}, wanted {wanted[0]!r} version {wanted[1]}"
-        )
+    check_version(DOCUMENT, said, (_FORMATS[kind], VERSIONS[_FORMATS[kind]]))
     try:
         found = msgspec.convert(document, kind)
     except msgspec.ValidationError as error:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from drafter.files import replace_file
 from drafter.train.batches import StepSampler
 from drafter.train.captures import TRAIN, CaptureSet
 from drafter.train.curve import draw_curve
@@ -32,7 +33,6 @@ from drafter.train.runs import (
     Run,
     RunDescription,
     TrainSettings,
-    replace_file,
 )
 from drafter.train.schedule import BETAS, EPSILON, rate_at, selector_share
 
@@ -130,8 +130,7 @@ class Trainer:
             state = self.optimizer.state[value]
             arrays[PARAMETERS + name] = value.detach()
             arrays[FIRST + name], arrays[SECOND + name] = state["exp_avg"], state["exp_avg_sq"]
-        save_file(arrays, self.run.partial_state(), {"step": str(self.step)})
-        self.run.publish_state()
+        replace_file(self.run.state, save(arrays, {"step": str(self.step)}))
         replace_file(self.run.directory / CURVE, draw_curve(self.run.rows()).encode())
 
     def _load(self) -> None:

@@ -301,8 +301,8 @@ def calibrate(
     import msgspec
 
     from drafter import calibration
+    from drafter.files import replace_file
     from drafter.train.captures import CaptureSet
-    from drafter.train.runs import replace_file
     from mlx_flashnext.training.draft_calibrate import calibrate as try_ways
     from mlx_flashnext.training.draft_training import load_draft
 

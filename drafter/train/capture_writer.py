@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +20,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from drafter.documents import DocumentRefused
+from drafter.documents import DocumentRefused, unusable
 from drafter.errors import DrafterError
+from drafter.files import PARTIAL, naming, replace_file, replacing
 from drafter.train.captures import (
     FORMAT,
     INDEX,
@@ -28,6 +30,7 @@ from drafter.train.captures import (
     VERSION,
     CapturedDocument,
     CaptureIdentity,
+    bytes_of,
     document_bytes,
     document_key,
     read_index,
@@ -36,7 +39,6 @@ from drafter.train.captures import (
 )
 
 SHARD_BYTES = 32 << 20
-PARTIAL = ".partial"
 
 
 class CaptureWriter:
@@ -104,20 +106,14 @@ class CaptureWriter:
         if not self._pending:
             return
         name = f"shard-{self._num_shards:05}.bin"
-        partial = self._directory / (name + PARTIAL)
         digest = hashlib.sha256()
-        with partial.open("wb") as stream:
+        with replacing(self._directory / name) as stream:
             for _, data in self._pending:
                 stream.write(data)
                 digest.update(data)
-            _sync(stream.fileno(), stream.flush)
-        partial.rename(self._directory / name)
-        _sync_directory(self._directory)
         rows = [row for row, _ in self._pending]
         line = {"file": name, "size": self._pending_bytes, "digest": digest.hexdigest(), "documents": rows}
-        with (self._directory / INDEX).open("ab") as stream:
-            stream.write(json.dumps(line).encode() + b"\n")
-            _sync(stream.fileno(), stream.flush)
+        self._append(json.dumps(line).encode() + b"\n")
         self.keys |= {row["key"] for row in rows}
         self._num_shards += 1
         self._pending, self._pending_bytes = [], 0
@@ -132,35 +128,47 @@ class CaptureWriter:
         """Write the last shard; documents are whole, so also after an error."""
         self.flush()
 
+    def _append(self, line: bytes) -> None:
+        """Add a line to the index, whole or not at all: after half a line another would be lost too."""
+        path = self._directory / INDEX
+        with naming(path), path.open("ab", buffering=0) as stream:
+            before = stream.tell()
+            try:
+                while line:
+                    line = line[stream.write(line) :]
+                os.fsync(stream.fileno())
+            except OSError:
+                with suppress(OSError):
+                    stream.truncate(before)
+                raise
+
     def _begin(self) -> None:
-        if any(self._directory.iterdir()):
+        index = self._directory / INDEX  # there before the manifest: what has a manifest can be opened
+        others = [path for path in self._directory.iterdir() if not path.name.startswith(PARTIAL)]
+        if others and (others != [index] or index.stat().st_size):
             raise DrafterError(
                 f"{self._directory} is not empty and holds no capture set", hint="give a new directory"
             )
         self.keys: set[str] = set()
         self._num_shards = 0
-        (self._directory / INDEX).touch()
+        index.touch()
         document = {
             "format": FORMAT,
             "version": VERSION,
             "identity_digest": self._identity.digest(),
             **asdict(self._identity),
         }
-        partial = self._directory / (MANIFEST + PARTIAL)
-        with partial.open("wb") as stream:
-            stream.write(json.dumps(document, indent=1).encode() + b"\n")
-            _sync(stream.fileno(), stream.flush)
-        partial.rename(self._directory / MANIFEST)
-        _sync_directory(self._directory)
+        replace_file(self._directory / MANIFEST, json.dumps(document, indent=1).encode() + b"\n")
 
     def _resume(self) -> None:
         index = self._directory / INDEX
         try:
-            found = read_manifest((self._directory / MANIFEST).read_bytes())
-            data = index.read_bytes() if index.exists() else b""
+            found = read_manifest(bytes_of(self._directory / MANIFEST))
+            data = bytes_of(index) if index.exists() else b""
             shards, documents = read_index(data, found)
         except DocumentRefused as error:
-            raise DrafterError(f"No sound capture set: {error}", hint="give a new directory") from None
+            what = f"No sound capture set in {self._directory}"
+            raise unusable(what, error, hint="give a new directory") from None
         if found != self._identity:
             mine, theirs = asdict(self._identity), asdict(found)
             differing = ", ".join(name for name in mine if mine[name] != theirs[name])
@@ -173,18 +181,7 @@ class CaptureWriter:
         for path in self._directory.glob("shard-*"):
             if path.name not in shards:
                 path.unlink()
+        for path in self._directory.glob(f"{PARTIAL}*"):
+            path.unlink()
         self.keys = {document.key for document in documents}
         self._num_shards = len(shards)
-
-
-def _sync(number: int, flush: Any) -> None:
-    flush()
-    os.fsync(number)
-
-
-def _sync_directory(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -30,8 +30,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter.documents import DocumentRefused, parse_object
-from drafter.errors import DrafterError
+from drafter.documents import DocumentRefused, check_version, parse_object, unusable
+from drafter.errors import DamagedDocument, DrafterError
+from drafter.files import NO_PLAIN_FILE, naming, read_regular
+from drafter.reasons import shown
 
 FORMAT = "flashnext-draft-capture"
 VERSION = 1
@@ -188,17 +190,18 @@ class CaptureSet:
 
         Raises:
             DrafterError: it is none, of another version, or its documents contradict each other or the files.
+        OSError: a file of it cannot be read.
         """
         try:
-            identity = read_manifest(_bytes_of(directory / MANIFEST))
-            shards, documents = read_index(_bytes_of(directory / INDEX), identity)
+            identity = read_manifest(bytes_of(directory / MANIFEST))
+            shards, documents = read_index(bytes_of(directory / INDEX), identity)
         except DocumentRefused as error:
-            raise DrafterError(f"No sound capture set: {error}", hint="capture again") from None
+            raise unusable(f"No sound capture set in {directory}", error, hint="capture again") from None
         for name, (size, _) in shards.items():
             found = _size_of(directory / name)
             if found != size:
-                raise DrafterError(
-                    f"{name} has {found} bytes, its index says {size}",
+                raise DamagedDocument(
+                    f"{directory / name} has {found} bytes, its index says {size}",
                     hint="delete the set and capture again",
                 )
         return cls(directory, identity, shards, documents)
@@ -223,11 +226,12 @@ class CaptureSet:
         self._compare(info.shard)
         identity, rows = self.identity, info.num_tokens - 1
         parts, data = document_bytes(identity, info.num_tokens), b""
-        with (self.directory / info.shard).open("rb") as stream:
+        path = self.directory / info.shard
+        with naming(path), path.open("rb") as stream:
             stream.seek(info.offset)
             data = stream.read(sum(parts))
         if len(data) != sum(parts):
-            raise DrafterError(f"{info.shard} is cut short", hint="delete the set and capture again")
+            raise DamagedDocument(f"{info.shard} is cut short", hint="delete the set and capture again")
         tokens = np.frombuffer(data, "<i4", info.num_tokens)
         raw = np.frombuffer(
             data, "<u2" if identity.dtype == "bfloat16" else "<f4", rows * identity.feature_width, parts[0]
@@ -237,7 +241,7 @@ class CaptureSet:
         routes = np.frombuffer(data, "<u2", offset=parts[0] + parts[1])
         features = raw.reshape(rows, identity.feature_width)
         if tokens.min() < 0 or tokens.max() >= identity.vocab_size or not np.isfinite(features).all():
-            raise DrafterError(
+            raise DamagedDocument(
                 f"A document of {info.shard} holds tokens or features that cannot be", hint="capture again"
             )
         return CapturedDocument(
@@ -254,7 +258,7 @@ class CaptureSet:
         size, digest = self._shards[shard]
         found = file_digest(self.directory / shard)
         if found != digest:
-            raise DrafterError(
+            raise DamagedDocument(
                 f"{shard} is damaged: {size} bytes with digest {found[:12]}, written with {digest[:12]!a}",
                 hint="delete the set and capture again",
             )
@@ -264,7 +268,7 @@ class CaptureSet:
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with naming(path), path.open("rb") as stream:
         while piece := stream.read(_READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()
@@ -277,16 +281,12 @@ def read_manifest(data: bytes) -> CaptureIdentity:
         DocumentRefused: it is no manifest of this version, or a field of it cannot be.
     """
     document = parse_object(data, MANIFEST)
-    version = document.pop("format", None), document.pop("version", None)
-    if version != (FORMAT, VERSION):
-        raise DocumentRefused(
-            f"{MANIFEST} is {version[0]!r} version {version[1]!r}, wanted {FORMAT!r} version {VERSION}"
-        )
+    check_version(MANIFEST, (document.pop("format", None), document.pop("version", None)), (FORMAT, VERSION))
     said = document.pop("identity_digest", None)
     names = {field.name: str(field.type) for field in fields(CaptureIdentity)}
     if document.keys() != names.keys():
         wrong = sorted(document.keys() ^ names.keys())
-        raise DocumentRefused(f"{MANIFEST} lacks or adds {', '.join(wrong)}")
+        raise DocumentRefused(f"{MANIFEST} lacks or adds {shown(', '.join(wrong))}")
     values = {name: _value(name, kind, document[name]) for name, kind in names.items()}
     identity = CaptureIdentity(**cast("dict[str, Any]", values))
     _check_identity(identity)
@@ -310,7 +310,7 @@ def read_index(
         row = parse_object(line, INDEX, max_bytes=MAX_LINE_BYTES)
         name = f"shard-{len(shards):05}.bin"
         if row.get("file") != name or len(shards) >= MAX_SHARDS:
-            raise DocumentRefused(f"{INDEX} lists {row.get('file')!r} where {name} comes")
+            raise DocumentRefused(f"{INDEX} lists {shown(row.get('file'))!r} where {name} comes")
         offset = 0
         listed = row.get("documents")
         if not isinstance(listed, list) or not listed:
@@ -329,7 +329,7 @@ def read_index(
             or not re.fullmatch("[0-9a-f]{64}", digest)
         ):
             raise DocumentRefused(
-                f"{INDEX} says {row.get('size')!r} bytes of {name}; its documents have {offset}"
+                f"{INDEX} says {shown(row.get('size'))} bytes of {name}; its documents have {offset}"
             )
         shards[name] = (offset, digest)
     return shards, documents
@@ -350,9 +350,11 @@ def _document(entry: object, shard: str, offset: int, identity: CaptureIdentity)
     ):
         raise DocumentRefused(f"{INDEX} lists a document without key, label or lengths in {shard}")
     if not 1 <= prompt < tokens <= MAX_TOKENS:
-        raise DocumentRefused(f"{INDEX} lists a document of {tokens} tokens, {prompt} of them prompt")
+        raise DocumentRefused(
+            f"{INDEX} lists a document of {shown(tokens)} tokens, {shown(prompt)} of them prompt"
+        )
     if split != split_of(cast("str", key), identity.held_out_every):
-        raise DocumentRefused(f"{INDEX} lists document {key} as {split!r}, which its key contradicts")
+        raise DocumentRefused(f"{INDEX} lists document {key} as {shown(split)!r}, which its key contradicts")
     return DocumentInfo(
         cast("str", key), cast("str", split), cast("str", label), prompt, tokens, shard, offset
     )
@@ -372,7 +374,7 @@ def _value(name: str, kind: str, value: object) -> object:
         table = cast("dict[str, object]", value)
         if len(table) <= _TEXT_LIMIT and all(type(item) in (int, float) for item in table.values()):
             return {key: float(cast("float", item)) for key, item in table.items()}
-    raise DocumentRefused(f"{MANIFEST} has a {name} that cannot be: {str(value)[:40]!r}")
+    raise DocumentRefused(f"{MANIFEST} has a {name} that cannot be: {shown(value)!r}")
 
 
 def _check_identity(identity: CaptureIdentity) -> None:
@@ -397,12 +399,24 @@ def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
     return is_ascending and all(0 <= layer < num_layers for layer in layers)
 
 
-def _bytes_of(path: Path) -> bytes:
-    if not path.is_file():
-        raise DrafterError(f"No capture set: {path} is missing", hint="run: flashnext draft capture")
-    if path.stat().st_size > MAX_LINE_BYTES * 16:
-        raise DocumentRefused(f"{path.name} is too large")
-    return path.read_bytes()
+def bytes_of(path: Path) -> bytes:
+    """Return the bytes of a document of a set.
+
+    Raises:
+        DrafterError: there is none.
+        DocumentRefused: it is no plain file, or absurdly large.
+        OSError: it cannot be read.
+    """
+    try:
+        return read_regular(path, MAX_LINE_BYTES * 16)
+    except FileNotFoundError:
+        raise DrafterError(
+            f"No capture set: {path} is missing", hint="run: flashnext draft capture"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_PLAIN_FILE:
+            raise
+        raise DocumentRefused(f"{path.name}: {error.strerror}") from None
 
 
 def _size_of(path: Path) -> int:

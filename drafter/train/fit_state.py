@@ -8,8 +8,9 @@ its rows, which are made again. Nothing in the file is executed.
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter.documents import check_version, parse_object, unusable
 from drafter.errors import DrafterError
+from drafter.files import NO_PLAIN_FILE, read_regular, replacing
+from drafter.reasons import shown
 from drafter.train.route_losses import Adam
-from drafter.train.runs import FIRST, PARAMETERS, PARTIAL, SECOND
+from drafter.train.runs import FIRST, PARAMETERS, SECOND
 
 FORMAT: Final = "flashnext-fit-state"
 VERSION: Final = 1
@@ -30,6 +34,8 @@ ABOUT: Final = "about"
 SAVE_EVERY: Final = 100
 """Steps between checkpoints: what a kill loses."""
 _ABOUT_BYTES_MAX: Final = 1 << 16
+_ENTRY_BYTES_MAX: Final = 1 << 10
+"""Of headers and names of one array, in the archive twice."""
 
 Values = dict[str, NDArray[np.float32]]
 
@@ -51,32 +57,33 @@ class FitState:
         """Bring values, moments and generator to where the fit was; return the steps done, 0 for a new one.
 
         Raises:
-            DrafterError: there is another fit in the directory, or a file that is none.
+            DrafterError: there is another fit in the directory, or a file that is none; nothing has changed.
+            OSError: the file cannot be read.
         """
         place = self.directory / FILE
         if not place.exists():
             return 0
         parts = {PARAMETERS: adam.params, FIRST: adam.first, SECOND: adam.second}
+        shapes = {
+            prefix + name: value.shape for prefix, values in parts.items() for name, value in values.items()
+        }
         try:
-            found, about = _read(place, parts)
-            step, state = about["step"], about["generator"]
-            if not isinstance(step, int) or step < 0:
-                raise ValueError(f"step {step!r}")
-            if about["description"] == self.description:
-                generator.bit_generator.state = state
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            EOFError,
-            zipfile.BadZipFile,
-        ) as error:
-            said = str(error)[:200]
-            raise DrafterError(f"{place} is no state of this fit: {said}", hint=self._hint()) from error
-        if about["description"] != self.description:
-            other = _differing(about["description"], self.description)
+            data = read_regular(place, _most_bytes(shapes))
+        except OSError as error:
+            if error.errno not in NO_PLAIN_FILE:
+                raise
+            raise unusable(f"{place} is no state of this fit", error, hint=self._hint()) from None
+        try:
+            found, about = _read(data, shapes)
+            step, state, said = about.get("step"), about.get("generator"), about.get("description")
+            if type(step) is not int or step < 0:
+                raise ValueError(f"step {shown(step)}")
+            if said == self.description:
+                generator.bit_generator.state = cast("Any", state)
+        except Exception as error:  # what zipfile and numpy raise at a stranger's bytes has no end
+            raise unusable(f"{place} is no state of this fit", error, hint=self._hint()) from error
+        if said != self.description:
+            other = _differing(said, self.description)
             raise DrafterError(f"{self.directory} holds a fit with another {other}", hint=self._hint())
         for prefix, values in parts.items():
             for name, value in values.items():
@@ -85,7 +92,11 @@ class FitState:
         return step
 
     def save(self, step: int, adam: Adam, generator: np.random.Generator) -> None:
-        """Write where the fit is, all or nothing."""
+        """Write where the fit is, all or nothing.
+
+        Raises:
+            OSError: it cannot be written; what was there before is there still.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         about = {
             "format": FORMAT,
@@ -100,36 +111,37 @@ class FitState:
             for name, value in values.items()
         }
         arrays[ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        partial = self.directory / f"{PARTIAL}.{FILE}"
-        with partial.open("wb") as stream:
+        with replacing(self.directory / FILE) as stream:
             np.savez(stream, **cast("Any", arrays))
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(self.directory / FILE)
 
     def _hint(self) -> str:
         return f"delete {self.directory} to begin anew, or give the settings of that fit"
 
 
-def _read(place: Path, parts: Mapping[str, Values]) -> tuple[Values, dict[str, Any]]:
+def _most_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return what a file of these arrays has at most."""
+    room = (len(shapes) + 1) * _ENTRY_BYTES_MAX + _ABOUT_BYTES_MAX
+    return room + sum(4 * math.prod(shape) for shape in shapes.values())
+
+
+def _read(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Values, dict[str, object]]:
     """Return the arrays of a file and what it says of itself.
 
     Raises:
-        OSError, ValueError, KeyError, zipfile.BadZipFile: it is not one of these, or of other sizes.
+        Exception: it is not one of these, or of other sizes.
     """
-    shapes = {
-        prefix + name: value.shape for prefix, values in parts.items() for name, value in values.items()
-    }
-    # A stream of one's own: numpy leaves the one it opens to the garbage collector where the file is none.
-    with place.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-        if set(file.files) != {*shapes, ABOUT}:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        # What is stored as it is cannot become more than the file holds.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is compressed")
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        if sorted(file.files) != sorted([*shapes, ABOUT]):
             raise ValueError("it holds other arrays")
         said = file[ABOUT]
         if said.dtype != np.uint8 or said.ndim != 1 or said.size > _ABOUT_BYTES_MAX:
             raise ValueError("it does not say what it is of")
-        about = json.loads(said.tobytes())
-        if (about["format"], about["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"it is {str(about['format'])[:40]!r} version {str(about['version'])[:40]}")
+        about = parse_object(said.tobytes(), ABOUT)
+        check_version(ABOUT, (about.get("format"), about.get("version")), (FORMAT, VERSION))
         found: Values = {}
         for name, shape in shapes.items():
             array = file[name]

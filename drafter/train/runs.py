@@ -11,24 +11,24 @@ The format is described in docs/FORMATS.md.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from drafter.config import DraftConfig
 from drafter.config_reader import read_config
-from drafter.documents import DocumentRefused, parse_object
+from drafter.documents import DocumentRefused, check_version, parse_object, unusable
 from drafter.errors import DrafterError
-from drafter.reasons import Report
+from drafter.files import NO_PLAIN_FILE, naming, read_regular, replace_file
+from drafter.reasons import Report, shown
 
 FORMAT = "flashnext-draft-run"
 VERSION = 1
 RUN, STATE, LOG, CURVE = "run.json", "state.safetensors", "log.csv", "curve.svg"
 PARAMETERS, FIRST, SECOND = "p.", "m.", "v."
 COLUMNS = ("step", "seconds", "rate", "base", "selector", "accuracy", "recall", "norm")
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +144,10 @@ class Run:
         """Return where the tensors are."""
         return self.directory / STATE
 
-    def partial_state(self) -> Path:
-        """Return where to write the tensors before `publish_state`."""
-        return self.directory / (PARTIAL + "." + STATE)
-
-    def publish_state(self) -> None:
-        """Put written tensors in the place of the old ones, all or nothing."""
-        partial = self.partial_state()
-        with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        partial.replace(self.state)
-
     def log(self, row: Mapping[str, float]) -> None:
         """Append a line to the log; figures by `COLUMNS`."""
         place = self.directory / LOG
-        with place.open("a", encoding="ascii") as stream:
+        with naming(place), place.open("a", encoding="ascii") as stream:
             if not stream.tell():
                 stream.write(",".join(COLUMNS) + "\n")
             stream.write(",".join(f"{row[name]:.6g}" for name in COLUMNS) + "\n")
@@ -168,10 +157,11 @@ class Run:
         place = self.directory / LOG
         if not place.exists():
             return []
-        lines = [line.split(",") for line in place.read_text(encoding="ascii").splitlines()[1:]]
-        return [
-            dict(zip(COLUMNS, map(float, line), strict=True)) for line in lines if len(line) == len(COLUMNS)
-        ]
+        found: list[dict[str, float]] = []
+        for line in read_regular(place).decode("ascii", "replace").splitlines()[1:]:
+            with suppress(ValueError):  # a line that was cut short, or that somebody edited
+                found.append(dict(zip(COLUMNS, map(float, line.split(",")), strict=True)))
+        return found
 
     def cut_log(self, step: int) -> None:
         """Drop what a killed run logged after its last checkpoint."""
@@ -188,35 +178,38 @@ def read_description(place: Path) -> RunDescription:
         DrafterError: it is missing, or not one.
     """
     try:
-        document = parse_object(place.read_bytes(), RUN)
-        if (document.pop("format", None), document.pop("version", None)) != (FORMAT, VERSION):
-            raise DocumentRefused(f"{RUN} is no {FORMAT} version {VERSION}")
-        settings = cast("dict[str, Any]", document.pop("settings"))
+        document = parse_object(read_regular(place), RUN)
+        check_version(RUN, (document.pop("format", None), document.pop("version", None)), (FORMAT, VERSION))
+        settings = document.get("settings")
         known = {field.name: type(field.default) for field in fields(TrainSettings)}
-        if settings.keys() != known.keys():
-            raise DocumentRefused(f"{RUN} has other settings: {sorted(settings.keys() ^ known.keys())}")
-        for name, kind in known.items():
-            if not isinstance(settings[name], (int, kind)) or isinstance(settings[name], bool):
-                raise DocumentRefused(f"{RUN} has a setting that cannot be: {name} = {settings[name]!r}")
+        _check_fields("setting", settings, known)
+        kinds = {"config": dict, "settings": dict, "num_ids": int}
+        names = [field.name for field in fields(RunDescription)]
+        _check_fields("field", document, {name: kinds.get(name, str) for name in names})
         kept = cast("dict[str, Any]", document)
-        return RunDescription(settings=TrainSettings(**settings), **kept)
+        return RunDescription(**{**kept, "settings": TrainSettings(**cast("dict[str, Any]", settings))})
     except FileNotFoundError:
         raise DrafterError(
             f"No training run: {place} is missing", hint="run: flashnext draft train"
         ) from None
-    except (DocumentRefused, TypeError, KeyError, AttributeError) as error:
-        said = str(error)[:500]  # python repeats an unknown field's name, whatever its length
-        raise DrafterError(f"No training run: {said}", hint="give a new directory") from None
+    except DocumentRefused as error:
+        raise unusable(f"No training run in {place.parent}", error, hint="give a new directory") from None
+    except OSError as error:
+        if error.errno not in NO_PLAIN_FILE:
+            raise
+        raise unusable(f"No training run: {place}", error, hint="give a new directory") from None
 
 
-def replace_file(place: Path, data: bytes) -> None:
-    """Write a file beside its name, wait for the disk, and rename it: the old one or the new one is there."""
-    partial = place.with_name(PARTIAL + "." + place.name)
-    with partial.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(place)
+def _check_fields(what: str, found: object, known: Mapping[str, type]) -> None:
+    """Refuse what has other fields, or one of another kind; where a fraction may stand a whole number may."""
+    document = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    if document.keys() != known.keys():
+        wrong = ", ".join(sorted(document.keys() ^ known.keys()))
+        raise DocumentRefused(f"{RUN} lacks or adds a {what}: {shown(wrong)}")
+    for name, kind in known.items():
+        value = document[name]
+        if not isinstance(value, (int, kind) if kind is float else kind) or isinstance(value, bool):
+            raise DocumentRefused(f"{RUN} has a {what} that cannot be: {name} = {shown(value)}")
 
 
 def _differing(one: RunDescription, other: RunDescription) -> str:

@@ -11,23 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
 from drafter.config import DraftConfig
-from drafter.errors import DrafterError
+from drafter.documents import unusable
+from drafter.errors import DamagedDocument, DrafterError
+from drafter.files import replace_file, replacing
 from drafter.train.adam import AdamState, adam_step, clipped, fresh_state
 from drafter.train.batches import Blocks, StepSampler
 from drafter.train.captures import CapturedDocument
 from drafter.train.curve import draw_curve
 from drafter.train.initial import initial_parameters
 from drafter.train.losses import FrozenTarget, Losses, losses
-from drafter.train.runs import CURVE, FIRST, PARAMETERS, SECOND, Run, TrainSettings, replace_file
+from drafter.train.runs import CURVE, FIRST, PARAMETERS, SECOND, Run, TrainSettings
 from drafter.train.schedule import rate_at, selector_share
 
 Params = dict[str, mx.array]
 ToHost = Callable[[mx.array], Any]
+_TRAIN_AGAIN: Final = "delete the run and train again"
 
 
 @dataclass(slots=True)
@@ -148,7 +151,7 @@ def load_position(run: Run, config: DraftConfig) -> Position:
     """Return where a run is: its checkpoint, or the beginning.
 
     Raises:
-        DrafterError: the checkpoint is not of this draft.
+        DamagedDocument: the checkpoint is none, or not of this draft.
     """
     params = {
         name: mx.array(value)
@@ -156,8 +159,12 @@ def load_position(run: Run, config: DraftConfig) -> Position:
     }
     if not run.state.exists():
         return Position(0, params, fresh_state(params))
-    loaded = mx.load(str(run.state), return_metadata=True)
-    arrays, metadata = cast("tuple[Params, dict[str, str]]", loaded)
+    try:
+        loaded = mx.load(str(run.state), return_metadata=True)
+        arrays, metadata = cast("tuple[Params, dict[str, str]]", loaded)
+        mx.eval(arrays)  # a file that is cut short is found out here
+    except (RuntimeError, ValueError) as error:
+        raise unusable(f"{run.state} is no state of this draft", error, hint=_TRAIN_AGAIN) from None
     wanted = {prefix + name for prefix in (PARAMETERS, FIRST, SECOND) for name in params}
     shapes_fit = arrays.keys() == wanted and all(
         arrays[prefix + name].shape == params[name].shape
@@ -165,7 +172,7 @@ def load_position(run: Run, config: DraftConfig) -> Position:
         for name in params
     )
     if not shapes_fit or not str(metadata.get("step", "")).isdigit():
-        raise DrafterError(f"{run.state} is no state of this draft", hint="delete the run and train again")
+        raise DamagedDocument(f"{run.state} is no state of this draft", hint=_TRAIN_AGAIN)
 
     def part(prefix: str) -> Params:
         return {name: arrays[prefix + name].astype(mx.float32) for name in params}
@@ -174,9 +181,13 @@ def load_position(run: Run, config: DraftConfig) -> Position:
 
 
 def save_position(run: Run, here: Position) -> None:
-    """Write a checkpoint, all or nothing."""
+    """Write a checkpoint, all or nothing.
+
+    Raises:
+        OSError: it cannot be written; the one before it is still there.
+    """
     arrays = {PARAMETERS + name: value for name, value in here.params.items()}
     arrays |= {FIRST + name: value for name, value in here.moments.first.items()}
     arrays |= {SECOND + name: value for name, value in here.moments.second.items()}
-    mx.save_safetensors(str(run.partial_state()), arrays, {"step": str(here.step)})
-    run.publish_state()
+    with replacing(run.state) as stream:  # MLX tells what the system says of a stream, not of a path
+        mx.save_safetensors(cast("Any", stream), arrays, {"step": str(here.step)})

@@ -19,6 +19,7 @@ import numpy as np
 from drafter.compat import check_sidecar
 from drafter.documents import DocumentRefused
 from drafter.facts import TargetFacts, TensorFacts
+from drafter.files import replace_file
 from drafter.near import NearMap
 from drafter.reasons import shown
 from drafter.route_files import (
@@ -34,7 +35,6 @@ from drafter.route_files import (
     written,
 )
 from drafter.sidecar import RouteHead, Sidecar
-from drafter.train.runs import replace_file
 from expert_store.errors import StoreError
 from expert_store.safetensors_index import read_tensor_table
 from expert_store.source import FileSource

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
 
+from drafter.files import replace_file
 from drafter.promotion import FILE, FORMAT, HELD_OUT, SCHEMA, VERSION
 from drafter.train.captures import CaptureSet
-from drafter.train.runs import replace_file
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams

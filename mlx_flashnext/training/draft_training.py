@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 import msgspec
@@ -22,11 +22,12 @@ from drafter.compat import Verdict, check_draft
 from drafter.config import DraftConfig, num_parameters
 from drafter.contract import contract_of
 from drafter.errors import DrafterError
+from drafter.files import replace_file, replacing
 from drafter.layers import Params
 from drafter.loading import load_parameters
 from drafter.train.captures import HELD_OUT, TRAIN, CapturedDocument, CaptureSet
 from drafter.train.evaluate import Judged, judge_document, summarise
-from drafter.train.runs import Run, RunDescription, TrainSettings, config_of, replace_file
+from drafter.train.runs import Run, RunDescription, TrainSettings, config_of
 from drafter.train.trainer import load_position, train
 from mlx_flashnext.engine.draft_files import CARD, CONFIG, open_draft
 from mlx_flashnext.engine.draft_target import DraftTarget
@@ -171,8 +172,8 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     stored = {name: value.astype(DTYPES[dtype]) for name, value in here.params.items()}
-    place = str(partial / WEIGHTS)
-    mx.save_safetensors(place, stored, {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
+    with replacing(partial / WEIGHTS) as stream:
+        mx.save_safetensors(cast("Any", stream), stored, {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
     replace_file(partial / CONFIG, _json({**description.config, "dtype": dtype}))
     rows = run.rows()
     training = {

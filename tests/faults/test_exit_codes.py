@@ -170,6 +170,6 @@ def test_what_the_system_refuses_is_1_whoever_asks(place, monkeypatch):
     def refuse(path: object, *_: object) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("mlx_flashnext.regular_file.os.open", refuse)
+    monkeypatch.setattr("drafter.files.os.open", refuse)
     assert code("plan", place / "model") == 1
     assert code("run", "--model", place / "model", *SHORT) == 1

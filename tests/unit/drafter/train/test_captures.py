@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from drafter.errors import DrafterError
-from drafter.train import capture_writer
 from drafter.train.capture_writer import CaptureWriter
 from drafter.train.captures import INDEX, MANIFEST, CaptureSet, document_key, split_of
 from tests.unit.drafter.train.sets import document, identity, write
@@ -54,16 +54,15 @@ def test_the_split_follows_from_the_prompt_alone(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from drafter.train import capture_writer
 from tests.unit.drafter.train.sets import write
 step, left = sys.argv[2], [int(sys.argv[3])]
-original = getattr(capture_writer, step)
+original = getattr(os, step)
 def dying(*args):
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args)
-setattr(capture_writer, step, dying)
+setattr(os, step, dying)
 write(Path(sys.argv[1]), 9)
 """
 
@@ -74,7 +73,7 @@ class Killed(BaseException):
 
 def write_until(directory: Path, monkeypatch: pytest.MonkeyPatch, step: str, calls: int) -> None:
     """Write the set, and stop for good when a step is begun for the last time."""
-    left, original = [calls], getattr(capture_writer, step)
+    left, original = [calls], getattr(os, step)
 
     def dying(*arguments: object) -> object:
         left[0] -= 1
@@ -83,7 +82,7 @@ def write_until(directory: Path, monkeypatch: pytest.MonkeyPatch, step: str, cal
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture_writer, step, dying)
+        patch.setattr(os, step, dying)
         with pytest.raises(Killed):
             write_without_end(directory)
 
@@ -97,8 +96,9 @@ def write_without_end(directory: Path) -> None:
     writer.flush()
 
 
-@pytest.mark.parametrize("step", ["_sync", "_sync_directory"])
-@pytest.mark.parametrize("calls", range(5))
+@pytest.mark.parametrize(
+    ("step", "calls"), [*(("fsync", call) for call in range(9)), ("replace", 0), ("replace", 2)]
+)
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, calls: int
 ) -> None:
@@ -106,11 +106,35 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     check_goes_on(tmp_path)
 
 
-def test_a_run_ended_by_the_system_goes_on_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "calls"), [("fsync", "0"), ("fsync", "5"), ("replace", "1")])
+def test_a_run_ended_by_the_system_goes_on_too(tmp_path: Path, step: str, calls: str) -> None:
     root = Path(__file__).parents[4]
-    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "set"), "_sync", "3"]
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "set"), step, calls]
     died = subprocess.run(arguments, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
     assert died.returncode == -9
+    check_goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+@pytest.mark.parametrize("calls", range(9))
+def test_a_disk_that_was_full_costs_what_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int, lasts: bool
+) -> None:
+    """Leaving the writer tries once more: half a line of the index must not stand before another."""
+    left, original = [calls], os.fsync
+
+    def fsync(number: int) -> None:
+        left[0] -= 1
+        if left[0] < 0 if lasts else left[0] == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(tmp_path / "set", 9)
+    assert str(caught.value.filename).startswith(str(tmp_path / "set"))
+    assert not list((tmp_path / "set").glob(".partial*"))
     check_goes_on(tmp_path)
 
 
@@ -123,9 +147,6 @@ def check_goes_on(tmp_path: Path) -> None:
         done = {info.key for info in before.documents}
         for info in before.documents:
             before.read(info)
-    else:
-        for path in (tmp_path / "set").iterdir():
-            path.unlink()
     with CaptureWriter(tmp_path / "set", identity(), 1 << 14) as writer:
         assert writer.keys == done
         for number in range(9):
@@ -236,7 +257,6 @@ def test_a_document_that_comes_twice_or_does_not_add_up_is_refused(tmp_path: Pat
             writer.add(one, one.features.tobytes())
         with pytest.raises(DrafterError, match="bytes of features"):
             writer.add(document(1), one.features[:-1].tobytes())
-    assert capture_writer.SHARD_BYTES > 0
     index = tmp_path / "set" / INDEX
     line = json.loads(index.read_text())
     line["documents"] *= 2
