@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 from cli.errors import FAILED, NOT_ENOUGH, USAGE, CommandError
+from drafter.files import naming
 
 _AGAIN = "what came is kept; run the same line again to go on"
 
@@ -58,7 +59,8 @@ def explained(repo: str, revision: str, file: str = "") -> Generator[None]:
             raise CommandError(
                 f"The disk is full: {what}", hint=f"make room; {_AGAIN}", code=NOT_ENOUGH
             ) from error
-        raise
+        with naming(what):
+            raise
 
 
 def _refused(error: Any, what: str) -> CommandError:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from cli.console import Console
 from cli.errors import UsageProblem
 from cli.options import PromptOptions
+from drafter.files import naming
 
 if TYPE_CHECKING:
     pass
@@ -221,7 +222,9 @@ def decode_argument(word: str, what: str) -> str:
 
 def _read_stdin() -> str:
     stream: BinaryIO | None = None if sys.stdin is None else sys.stdin.buffer
-    return decode_utf8(stream.read() if stream else b"", "Standard input").removeprefix("\ufeff")
+    with naming("standard input"):
+        data = stream.read() if stream else b""
+    return decode_utf8(data, "Standard input").removeprefix("\ufeff")
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -22,7 +22,7 @@ NO_PLAIN_FILE: Final = frozenset((errno.EISDIR, errno.EFBIG, errno.ELOOP, errno.
 
 
 @contextmanager
-def naming(path: Path) -> Generator[None]:
+def naming(path: Path | str) -> Generator[None]:
     """Within: an error of the system that names no file is of this one."""
     try:
         yield

@@ -15,8 +15,8 @@ def publish(path: Path, data: bytes) -> None:
         data: All of it.
 
     Raises:
-        OSError: It cannot be written (a full disk, no permission); the old file is untouched, and nothing is
-            left beside it.
+        OSError: It cannot be written (a full disk, no permission), and names the file; the old one is
+            untouched, and nothing is left beside it.
     """
     beside = _beside(path)
     try:
@@ -26,7 +26,8 @@ def publish(path: Path, data: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         beside.replace(path)
-    except OSError:
+    except OSError as error:
+        error.filename = error.filename or str(path)  # of a write the system does not say it
         # Where nothing can be written, nothing can be left either.
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

@@ -286,10 +286,12 @@ class _NewFile:
 @contextmanager
 def opened_trace(name: str) -> Generator[BinaryIO]:
     """Open a trace; what it is refused for becomes an error of the command."""
+    from drafter.files import naming
     from drafter.record import TraceForeign, TraceNotReplayable, TraceRefused, open_trace
 
     try:
-        with open_trace(expanded(name)) as stream:
+        path = expanded(name)
+        with naming(path), open_trace(path) as stream:
             yield stream
     except TraceForeign as error:
         raise CommandError(

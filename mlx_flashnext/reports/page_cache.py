@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from drafter.files import naming
+
 CacheState = Literal["cold", "warm", "as-is"]
 NUM_SAMPLES: Final = 64
 """Pages looked at in each file to say what share of it is cached."""
@@ -73,12 +75,13 @@ def drop(path: Path) -> None:
     """
     if not _can_drop():
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def cached_share(files: Sequence[Path], seed: int | None = None) -> float | None:
@@ -118,7 +121,7 @@ def _is_cached(descriptor: int, offset: int) -> bool | None:
 
 def _read(path: Path) -> None:
     buffer = bytearray(_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as stream:
+    with naming(path), path.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
             pass
 
