@@ -24,7 +24,7 @@ from expert_store.lease import Shelf
 from expert_store.prefetch import Prefetcher, PrefetchLimits
 from expert_store.read_queue import ReadQueue
 from expert_store.reader import Job, Reader, SlotMemory, check_views
-from expert_store.source import ByteSource
+from expert_store.source import ByteSource, read_failed
 from expert_store.stats import Fate
 from expert_store.ticket import NO_SLOT, Need, Ticket, TicketState, Waiter
 from expert_store.watch import StoreWatch
@@ -236,7 +236,11 @@ class Dispatcher:
         if not self._is_checked[layer][slot]:
             check_views(views, self._shelves[layer].layout.component_lengths, "slot", slot)
             self._is_checked[layer][slot] = True
-        got = ticket.physical_bytes = self._source.read_runs(ticket.runs, views)
+        try:
+            got = ticket.physical_bytes = self._source.read_runs(ticket.runs, views)
+        except OSError as error:
+            first = ticket.runs[0]
+            raise read_failed(error, self._source.name(first.file), first.offset) from error
         if got != ticket.num_bytes:
             raise self._cut_short(ticket, got)
 

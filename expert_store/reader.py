@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 from expert_store.completion import Completion
 from expert_store.errors import SourceFailed, StoreError, WorkerDied
-from expert_store.source import read_failed
 
 _REOPEN: Final = "open the model again; if it happens twice, report it with the cause"
 
@@ -222,8 +221,6 @@ def attempt(job: Job) -> StoreError | None:
         job.read()
     except StoreError as error:
         return error
-    except OSError as error:
-        return read_failed(error, "the source", 0)
     except Exception as error:  # noqa: BLE001 - a fault of the source or the memory: delivered, not dropped
         failure = SourceFailed(f"Read failed: {type(error).__name__}: {error}", hint="report this as a bug")
         failure.__cause__ = error

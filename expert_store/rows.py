@@ -25,7 +25,7 @@ from expert_store.completion import Completion
 from expert_store.errors import RecordCorrupt, SlotsExhausted, StoreClosed, StoreError, WouldBlock
 from expert_store.layout import RowLayout
 from expert_store.reader import Job, Reader, RowMemory, ThreadReader, check_views
-from expert_store.source import ByteSource
+from expert_store.source import ByteSource, read_failed
 from expert_store.stats import RowStatistics
 from expert_store.watch import RowWatch
 
@@ -239,7 +239,10 @@ class RowTable:
         watch, num_reads, total = self.watch, 0, 0
         began_ns = 0 if watch is None else self._clock()
         for run in self._runs(buffer, rows):
-            got = self._source.read_into(run.file, run.offset, run.views)
+            try:
+                got = self._source.read_into(run.file, run.offset, run.views)
+            except OSError as error:
+                raise read_failed(error, self._source.name(run.file), run.offset) from error
             num_reads += 1
             total += got
             if got != run.length:

@@ -95,7 +95,7 @@ class StagedDirectory:
             self._take_up()
         except OSError as error:
             self._journal.close()
-            raise _failed(error, self.partial) from error
+            raise _failed(error, self.journal) from error
         except BaseException:
             self._journal.close()
             raise
@@ -279,6 +279,7 @@ def _size_of(path: Path) -> int:
 
 
 def _failed(error: OSError, path: Path) -> StoreError:
+    path = Path(error.filename) if isinstance(error.filename, str) else path
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(f"The disk is full: {path}")
     return WriteFailed(

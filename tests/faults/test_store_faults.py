@@ -39,7 +39,11 @@ def faulty(faults):
 
 FAULTS = [
     ("short", RecordCorrupt, "layer 0 expert 2 in memory-0 at 64: wanted 24 bytes, got 12"),
-    (OSError(errno.EIO, "Input/output error"), SourceFailed, "Input/output error"),
+    (
+        OSError(errno.EIO, "Input/output error"),
+        SourceFailed,
+        "Cannot read memory-0 at 64: Input/output error",
+    ),
     (SourceFailed("Cannot read x", errno=5), SourceFailed, "Cannot read x"),
     (ZeroDivisionError("planted"), SourceFailed, "ZeroDivisionError: planted"),
     (MemoryError("no memory"), SourceFailed, "MemoryError"),

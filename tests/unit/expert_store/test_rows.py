@@ -220,7 +220,7 @@ def test_a_row_that_cannot_be_read_fails_its_batch_and_no_other(fault, kind):
     for _ in range(2):
         with pytest.raises(kind) as caught:
             bad.wait()
-        assert caught.value.context["file"]
+        assert str(caught.value.context["file"]).startswith("memory-")
     good = rig.table.gather([4, 9])
     rig.reader.run()
     good.wait()
