@@ -1,18 +1,21 @@
 """Reads JSON from strangers: one object, bounded, nothing overlooked.
 
-Entry points: `parse_object`, `check_version`, `unusable`. Refused: more than 1 MiB, anything but UTF-8,
-nesting that exhausts the parser, a key listed twice, NaN and infinities (which JSON does not have but many
-parsers take), absurdly long numbers, half of a surrogate pair (a string that no file and no terminal can
-hold).
+Entry points: `read_document`, `parse_object`, `check_version`, `unusable`. Refused: more than 1 MiB, anything
+but UTF-8, nesting that exhausts the parser, a key listed twice, NaN and infinities (which JSON does not have
+but many parsers take), absurdly long numbers, half of a surrogate pair (a string that no file and no terminal
+can hold).
 """
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import NoReturn
 
 from drafter.errors import DamagedDocument, DrafterError, ForeignDocument
+from drafter.files import MAX_BYTES as FILE_BYTES_MAX
+from drafter.files import NO_PLAIN_FILE, read_regular
 from drafter.reasons import one_line, shown
 
 MAX_BYTES = 1 << 20
@@ -70,6 +73,21 @@ def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[
     if not isinstance(document, dict):
         raise DocumentRefused(f"{name} does not hold an object: {type(document).__name__}")
     return document
+
+
+def read_document(path: Path, max_bytes: int = FILE_BYTES_MAX) -> bytes:
+    """Return the bytes of a document.
+
+    Raises:
+        DocumentRefused: there is something, and it is no plain file, or too large.
+        OSError: it is not there, or the system refuses.
+    """
+    try:
+        return read_regular(path, max_bytes)
+    except OSError as error:
+        if error.errno not in NO_PLAIN_FILE:
+            raise
+        raise DocumentRefused(f"{path.name}: {error.strerror}") from None
 
 
 def check_version(name: str, said: tuple[object, object], wanted: tuple[str, int]) -> None:

@@ -86,40 +86,18 @@ class SidecarSizes:
         return sum(int(np.prod(shape)) for shape in self.shapes().values())
 
 
-def trunk(
-    params: Params,
-    hidden_RH: mx.array,
-    embedded: Sequence[mx.array],
-    context_RH: mx.array,
-    slots: mx.array,
-) -> mx.array:
-    """Return codes [R, r], float32, lazy.
+def trunk(weight: mx.array, first: mx.array, parts: Sequence[mx.array]) -> mx.array:
+    """Return codes [R, r], float32, lazy: all inputs side by side in one product.
 
     Args:
-        params: of the sidecar.
-        hidden_RH: final-normed states of the draft's slots.
-        embedded: the target's raw embedding rows [R, H] of every row's token and of those before it.
-        context_RH: the newest fused context row, of every row or one for all.
-        slots: slot of every row, int32 [R].
+        weight: of the inputs side by side, [r, inputs * H].
+        first: what a row has of itself, [R, r] or [r]: its slot.
+        parts: final-normed states of the draft's slots, where there are any; the target's raw embedding rows
+            of every row's token and of those before it, each of mean square one; the newest fused context
+            row: each [R, H].
     """
-    parts = [hidden_RH, *(_unit(rows) for rows in embedded), context_RH]
-    return _summed(params, params["slot"][slots], "", INPUTS, parts)
-
-
-def early_trunk(params: Params, embedded: Sequence[mx.array], context_1H: mx.array) -> mx.array:
-    """Return the code [1, r] of an anchor's row without the draft's states, float32, lazy; see `trunk`."""
-    parts = [*(_unit(rows) for rows in embedded), context_1H]
-    return _summed(params, params["early.slot"][None], "early.", INPUTS[1:], parts)
-
-
-def _summed(
-    params: Params, first: mx.array, prefix: str, names: Sequence[str], parts: Sequence[mx.array]
-) -> mx.array:
-    code = first.astype(mx.float32)
-    for name, rows in zip(names, parts, strict=True):
-        weight = params[f"{prefix}{name}.weight"]
-        code = code + (rows.astype(weight.dtype) @ weight.T).astype(mx.float32)
-    return code
+    rows = mx.concatenate([part.astype(weight.dtype) for part in parts], axis=-1)
+    return (rows @ weight.T).astype(mx.float32) + first.astype(mx.float32)
 
 
 def _unit(rows: mx.array) -> mx.array:
@@ -141,8 +119,11 @@ class Sidecar:
     def __init__(self, params: Params, sizes: SidecarSizes, head: RouteHead, pad_id: int) -> None:
         self.head = head
         self.sizes = sizes
-        self._params = params
         self._pad_id = pad_id
+        self._slot, self._early_slot = params["slot"], params["early.slot"]
+        # Side by side once: every operation that is saved is a wait less for the first read.
+        self._weight = mx.concatenate([params[f"{name}.weight"] for name in INPUTS], axis=1)
+        self._early_weight = mx.concatenate([params[f"early.{name}.weight"] for name in INPUTS[1:]], axis=1)
 
     def codes(
         self,
@@ -162,9 +143,11 @@ class Sidecar:
             context_1H: the newest fused row, [1, H] or [0, H] where there is none.
         """
         num_rows = path_R.shape[0]
-        embedded = self._embedded(before, path_R, embed)
-        slots = mx.minimum(mx.arange(num_rows), self.sizes.num_slots - 1)
-        return trunk(self._params, hidden_RH, embedded, self._context(context_1H), slots)
+        slot = self._slot
+        if num_rows > self.sizes.num_slots:
+            slot = slot[mx.minimum(mx.arange(num_rows), self.sizes.num_slots - 1)]
+        parts = [hidden_RH, *self._known(before, path_R, embed, context_1H)]
+        return trunk(self._weight, slot[:num_rows], parts)
 
     def early_code(
         self,
@@ -181,25 +164,29 @@ class Sidecar:
             embed: the target's embedding rows of ids.
             context_1H: as in `codes`.
         """
-        embedded = self._embedded(before, mx.array([anchor], mx.int32), embed)
-        return early_trunk(self._params, embedded, self._context(context_1H))
+        parts = self._known(before, mx.array([anchor], mx.int32), embed, context_1H)
+        return trunk(self._early_weight, self._early_slot, parts)
 
-    def _embedded(
-        self, before: Sequence[int], path_R: mx.array, embed: Callable[[mx.array], mx.array]
+    def _known(
+        self,
+        before: Sequence[int],
+        path_R: mx.array,
+        embed: Callable[[mx.array], mx.array],
+        context_1H: mx.array,
     ) -> list[mx.array]:
-        """Return the embedding rows of every row's token and of those before it."""
+        """Return the embedding rows of every row's token and of those before it, and its context row."""
         known = [*([self._pad_id] * NUM_BEFORE), *before][-NUM_BEFORE:]
-        rows = embed(mx.concatenate([mx.array(known, mx.int32), path_R.astype(mx.int32)]))
+        rows = _unit(embed(mx.concatenate([mx.array(known, mx.int32), path_R.astype(mx.int32)])))
         num_rows = path_R.shape[0]
-        return [rows[NUM_BEFORE - back : NUM_BEFORE - back + num_rows] for back in range(NUM_BEFORE + 1)]
-
-    def _context(self, context_1H: mx.array) -> mx.array:
-        """Return the context row; zeros where there is none."""
-        return context_1H if context_1H.shape[0] else mx.zeros((1, self.sizes.hidden_size), context_1H.dtype)
+        embedded = [rows[NUM_BEFORE - back : NUM_BEFORE - back + num_rows] for back in range(NUM_BEFORE + 1)]
+        shape = (num_rows, self.sizes.hidden_size)
+        context = context_1H if context_1H.shape[0] else mx.zeros((1, shape[1]), context_1H.dtype)
+        return [*embedded, mx.broadcast_to(context, shape)]
 
     def num_bytes(self) -> int:
         """Return the bytes of both parts."""
-        return sum(value.nbytes for value in self._params.values()) + self.head.num_bytes()
+        weights = (self._weight, self._early_weight, self._slot, self._early_slot)
+        return sum(value.nbytes for value in weights) + self.head.num_bytes()
 
 
 class RouteHead:
@@ -227,7 +214,8 @@ class RouteHead:
         self._heads = np.ascontiguousarray(arrays["heads"].transpose(0, 2, 1), np.float32)
         self._bias = np.ascontiguousarray(arrays["bias"], np.float32)
         self._seen = np.ascontiguousarray(arrays["seen"], np.float32)
-        self._calibration = np.ascontiguousarray(arrays["calibration"], np.float32)
+        calibration = np.asarray(arrays["calibration"], np.float32)
+        self._scale, self._shift = (calibration[..., one][:, :, None, None].copy() for one in (0, 1))
 
     def log_odds(
         self, codes: NDArray[np.float32], first: int = 0, last: int | None = None, *, is_refreshed: bool
@@ -244,11 +232,13 @@ class RouteHead:
 
     def log_odds_of(self, codes: NDArray[np.float32], which: slice, stage: str) -> NDArray[np.float32]:
         """Return calibrated log-odds [L', R, E] of codes of one of `STAGES`, of some places."""
+        at = STAGES.index(stage)
         z = codes[None] + self._layer[which, None]
-        scores = np.matmul(z / (1 + np.exp(-np.clip(z, -_CLIP, _CLIP))), self._heads[which])
+        scores = np.matmul(z / (1 + np.exp(-np.maximum(z, -_CLIP))), self._heads[which])
         scores += self._bias[which, None]
-        scale, shift = np.moveaxis(self._calibration[STAGES.index(stage), which], -1, 0)[:, :, None, None]
-        return scores * scale + shift
+        scores *= self._scale[at, which]
+        scores += self._shift[at, which]
+        return scores
 
     def after(
         self, codes: NDArray[np.float32], layer: int, ids_RK: Sequence[Sequence[int]] | NDArray[np.integer]
@@ -265,7 +255,7 @@ class RouteHead:
 
     def num_bytes(self) -> int:
         """Return the bytes held."""
-        arrays = (self._layer, self._heads, self._bias, self._seen, self._calibration)
+        arrays = (self._layer, self._heads, self._bias, self._seen, self._scale, self._shift)
         return sum(array.nbytes for array in arrays)
 
 
@@ -274,5 +264,6 @@ def union_confidence(log_odds_RE: NDArray[np.float32]) -> NDArray[np.float32]:
 
     Rows are taken as independent.
     """
-    unlikely = 1.0 + np.exp(np.minimum(log_odds_RE.astype(np.float64), _CLIP))
-    return (1.0 - 1.0 / unlikely.prod(axis=-2)).astype(np.float32)
+    odds = np.exp(np.minimum(log_odds_RE, _CLIP), dtype=np.float64)
+    odds += 1.0
+    return (1.0 - 1.0 / np.multiply.reduce(odds, axis=-2)).astype(np.float32)

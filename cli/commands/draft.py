@@ -178,15 +178,21 @@ def train(
 
     RUN holds checkpoints, log.csv and curve.svg. Ctrl-C saves and stops; the same command goes on.
     """
-    from drafter.documents import parse_object
+    from drafter.documents import DocumentRefused, parse_object, read_document, unusable
     from drafter.train.captures import CaptureSet
     from drafter.train.runs import TrainSettings
     from mlx_flashnext.training.draft_training import default_config, train_draft
 
     found, captured = find_model(model.model), CaptureSet.open(expanded(captures))
-    wanted = (
-        default_config(captured) if config is None else parse_object(expanded(config).read_bytes(), config)
-    )
+    try:
+        wanted = (
+            default_config(captured)
+            if config is None
+            else parse_object(read_document(expanded(config)), config)
+        )
+    except DocumentRefused as error:
+        hint = "docs/reference/dflash2.md, 1.1, or leave --config out"
+        raise unusable("No config of a draft", error, hint=hint) from None
     settings = TrainSettings(
         num_steps=steps, num_documents=documents, num_anchors=anchors, rate=rate, seed=seed
     )

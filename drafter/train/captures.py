@@ -30,9 +30,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter.documents import DocumentRefused, check_version, parse_object, unusable
+from drafter.documents import DocumentRefused, check_version, parse_object, read_document, unusable
 from drafter.errors import DamagedDocument, DrafterError
-from drafter.files import NO_PLAIN_FILE, naming, read_regular
+from drafter.files import naming
 from drafter.reasons import shown
 
 FORMAT = "flashnext-draft-capture"
@@ -47,7 +47,7 @@ MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 16
 MAX_LINE_BYTES = 1 << 26
 MAX_SHARDS = 100_000
 _SHARD = re.compile(r"shard-[0-9]{5}\.bin")
-_TEXT_LIMIT = 256
+TEXT_LIMIT = 256
 _READ_BYTES = 1 << 22
 
 
@@ -344,7 +344,7 @@ def _document(entry: object, shard: str, offset: int, identity: CaptureIdentity)
     is_sound = isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) and isinstance(label, str)
     if (
         not is_sound
-        or len(cast("str", label)) > _TEXT_LIMIT
+        or len(cast("str", label)) > TEXT_LIMIT
         or type(prompt) is not int
         or type(tokens) is not int
     ):
@@ -362,7 +362,7 @@ def _document(entry: object, shard: str, offset: int, identity: CaptureIdentity)
 
 def _value(name: str, kind: str, value: object) -> object:
     """Return a field of the manifest as the identity holds it."""
-    if kind == "str" and isinstance(value, str) and len(value) <= _TEXT_LIMIT:
+    if kind == "str" and isinstance(value, str) and len(value) <= TEXT_LIMIT:
         return value
     if kind == "int" and type(value) is int:
         return value
@@ -372,7 +372,7 @@ def _value(name: str, kind: str, value: object) -> object:
             return tuple(cast("list[int]", items))
     if kind.startswith("dict") and isinstance(value, dict):
         table = cast("dict[str, object]", value)
-        if len(table) <= _TEXT_LIMIT and all(type(item) in (int, float) for item in table.values()):
+        if len(table) <= TEXT_LIMIT and all(type(item) in (int, float) for item in table.values()):
             return {key: float(cast("float", item)) for key, item in table.items()}
     raise DocumentRefused(f"{MANIFEST} has a {name} that cannot be: {shown(value)!r}")
 
@@ -408,15 +408,11 @@ def bytes_of(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     try:
-        return read_regular(path, MAX_LINE_BYTES * 16)
+        return read_document(path, MAX_LINE_BYTES * 16)
     except FileNotFoundError:
         raise DrafterError(
             f"No capture set: {path} is missing", hint="run: flashnext draft capture"
         ) from None
-    except OSError as error:
-        if error.errno not in NO_PLAIN_FILE:
-            raise
-        raise DocumentRefused(f"{path.name}: {error.strerror}") from None
 
 
 def _size_of(path: Path) -> int:

@@ -20,9 +20,9 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter.documents import check_version, parse_object, unusable
+from drafter.documents import DocumentRefused, check_version, parse_object, read_document, unusable
 from drafter.errors import DrafterError
-from drafter.files import NO_PLAIN_FILE, read_regular, replacing
+from drafter.files import replacing
 from drafter.reasons import shown
 from drafter.train.route_losses import Adam
 from drafter.train.runs import FIRST, PARAMETERS, SECOND
@@ -68,10 +68,8 @@ class FitState:
             prefix + name: value.shape for prefix, values in parts.items() for name, value in values.items()
         }
         try:
-            data = read_regular(place, _most_bytes(shapes))
-        except OSError as error:
-            if error.errno not in NO_PLAIN_FILE:
-                raise
+            data = read_document(place, _most_bytes(shapes))
+        except DocumentRefused as error:
             raise unusable(f"{place} is no state of this fit", error, hint=self._hint()) from None
         try:
             found, about = _read(data, shapes)

@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from drafter.config import DraftConfig
 from drafter.config_reader import read_config
-from drafter.documents import DocumentRefused, check_version, parse_object, unusable
+from drafter.documents import DocumentRefused, check_version, parse_object, read_document, unusable
 from drafter.errors import DrafterError
-from drafter.files import NO_PLAIN_FILE, naming, read_regular, replace_file
+from drafter.files import naming, read_regular, replace_file
 from drafter.reasons import Report, shown
 
 FORMAT = "flashnext-draft-run"
@@ -178,7 +178,7 @@ def read_description(place: Path) -> RunDescription:
         DrafterError: it is missing, or not one.
     """
     try:
-        document = parse_object(read_regular(place), RUN)
+        document = parse_object(read_document(place), RUN)
         check_version(RUN, (document.pop("format", None), document.pop("version", None)), (FORMAT, VERSION))
         settings = document.get("settings")
         known = {field.name: type(field.default) for field in fields(TrainSettings)}
@@ -194,10 +194,6 @@ def read_description(place: Path) -> RunDescription:
         ) from None
     except DocumentRefused as error:
         raise unusable(f"No training run in {place.parent}", error, hint="give a new directory") from None
-    except OSError as error:
-        if error.errno not in NO_PLAIN_FILE:
-            raise
-        raise unusable(f"No training run: {place}", error, hint="give a new directory") from None
 
 
 def _check_fields(what: str, found: object, known: Mapping[str, type]) -> None:

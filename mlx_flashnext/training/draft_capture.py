@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Annotated, Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 import msgspec
@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.api import MAX_PROPOSALS, DraftSampling, FeatureRequest, Law, Proposal
+from drafter.documents import DocumentRefused, read_document, unusable
 from drafter.facts import TargetFacts
+from drafter.reasons import one_line
 from drafter.train.capture_writer import SHARD_BYTES, CaptureWriter
-from drafter.train.captures import CapturedDocument, CaptureIdentity, document_key
+from drafter.train.captures import TEXT_LIMIT, CapturedDocument, CaptureIdentity, document_key
 from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.draft_target import DraftTarget, target_facts
 from mlx_flashnext.engine.engine import Engine
@@ -39,13 +41,14 @@ from mlx_flashnext.engine.prefill import prefill
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.model.host import fence
-from mlx_flashnext.regular_file import read_regular
 from mlx_flashnext.text.template import ChatTemplate
 from mlx_flashnext.tokenizer import Tokenizer
 
 CONTRACTIONS: Final = ("mean", "next_attn_mix", "final_mix", "stream0")
 DEFAULT_REPLAYS: Final = 3
 _RESUME_TOKENS: Final = 3
+_PROMPT_HINT: Final = '{"prompt": "..."} a line'
+_Label = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 
 Progress = Callable[[int, int], None]
 
@@ -339,21 +342,17 @@ def read_prompts(path: Path, directory: Path, tokenizer: Tokenizer) -> Iterator[
         tokenizer: of the checkpoint.
 
     Raises:
+        DamagedDocument: it is no plain file.
         InvalidRequest: a line is not such an object.
         OSError: the file cannot be read.
         ModelError: the template refused a prompt.
     """
-    lines = read_regular(path).decode("utf-8", "replace").splitlines()
+    try:
+        lines = read_document(path)
+    except DocumentRefused as error:
+        raise unusable(f"No prompts in {path}", error, hint=_PROMPT_HINT) from None
     with ChatTemplate.open(directory) as template:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                asked = msgspec.json.decode(line.encode(), type=_Line)
-            except msgspec.DecodeError as error:
-                raise InvalidRequest(
-                    f"Line {number} of {path.name} is no prompt: {error}", hint='{"prompt": "..."} a line'
-                ) from None
+        for asked in parse_prompts(lines, path.name):
             messages = asked.messages or [{"role": "user", "content": asked.prompt}]
             variables: dict[str, Any] = {}
             if asked.thinking is not None:
@@ -362,13 +361,36 @@ def read_prompts(path: Path, directory: Path, tokenizer: Tokenizer) -> Iterator[
             yield Prompt(tokens, asked.label or asked.genre, tokenizer.encode(asked.guess))
 
 
-class _Line(msgspec.Struct):
+class PromptLine(msgspec.Struct):
+    """One line of a file of prompts: `messages`, or one `prompt` of the user."""
+
     prompt: str = ""
     messages: list[dict[str, str]] = []
-    label: str = ""
-    genre: str = ""
+    label: _Label = ""
+    genre: _Label = ""
     guess: str = ""
     thinking: bool | None = None
+
+
+def parse_prompts(data: bytes, name: str) -> Iterator[PromptLine]:
+    """Return the lines of a file of prompts; empty ones are left out.
+
+    Args:
+        data: the whole file, UTF-8.
+        name: of the file, for messages.
+
+    Raises:
+        InvalidRequest: a line is no such object.
+    """
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield msgspec.json.decode(line, type=PromptLine)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(
+                f"Line {number} of {name} is no prompt: {one_line(str(error))}", hint=_PROMPT_HINT
+            ) from None
 
 
 def _answer(

@@ -19,15 +19,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
 
+from drafter.documents import DocumentRefused, read_document, unusable
 from drafter.files import replace_file
 from drafter.promotion import FILE, FORMAT, HELD_OUT, SCHEMA, VERSION
 from drafter.train.captures import CaptureSet
+from drafter.train.trained import FILE as TRAINING
+from drafter.train.trained import Training, read_training
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.stats import GenerationStatistics
 from mlx_flashnext.training.draft_capture import facts_of, replay
-from mlx_flashnext.training.draft_training import TRAINING, LoadedDraft, evaluate_draft, load_draft
+from mlx_flashnext.training.draft_training import LoadedDraft, evaluate_draft, load_draft
 
 GREEDY: Final = SamplingParams(temperature=0.0)
 LEAST_TOKENS_PER_CYCLE: Final = 2.0
@@ -36,6 +39,7 @@ MOST_CALIBRATION_ERROR: Final = 0.1
 _SIGMAS: Final = 3.1
 _LEAST_COUNT: Final = 5.0
 FEW_DEGREES: Final = 5
+_FETCH_AGAIN: Final = "fetch the draft again, or export it again: flashnext draft export"
 
 Outcome = Literal["passed", "failed", "not reached", "only target hardware", "not asked"]
 OpenEngine = Callable[[Path | None, str], Engine]
@@ -108,7 +112,8 @@ def promote(
         progress: called with the name of each rung that is begun.
 
     Raises:
-        StoreError, EngineError, DrafterError: something could not be run at all.
+        StoreError, EngineError, DrafterError: something could not be run at all, or a document beside the
+            draft is damaged.
     """
     climb = _Climb(open_engine, directory, ladder)
     rungs: list[Rung] = []
@@ -192,15 +197,13 @@ class _Climb:
 
     def _training(self, name: str) -> Rung:
         """It says how it was trained, and the losses fell."""
-        place = self._directory / TRAINING
-        if not place.exists():
+        said = _training_of(self._directory)
+        if said is None:
             return Rung(name, "not asked", "trained elsewhere: no record beside the draft", {})
-        said: dict[str, Any] = json.loads(place.read_text())
-        first, *_, last = said["log"] or [{"base": 0.0}, {"base": 0.0}]
-        fell = last["base"] < first["base"]
-        why = f"{said['steps_done']} steps, base loss {first['base']:.3f} to {last['base']:.3f}"
-        is_same = said["target_digest"] == self.identity["target_digest"]
-        return Rung(name, "passed" if fell and is_same else "failed", why, {"log": said["log"]})
+        first, last = said.base_losses
+        why = f"{said.steps_done} steps, base loss {first:.3g} to {last:.3g}"
+        is_same = said.target_digest == self.identity["target_digest"]
+        return Rung(name, "passed" if last < first and is_same else "failed", why, {"log": said.log})
 
     def _held_out(self, name: str) -> Rung:
         """On documents that training never saw it drafts well enough, and knows how well."""
@@ -326,6 +329,20 @@ class _Climb:
                 answer, _ = _answer(engine, ladder.prompts[0], params, ladder.sample_tokens + 1)
                 found.append(tuple(answer[: ladder.sample_tokens]))
         return found
+
+
+def _training_of(directory: Path) -> Training | None:
+    """Return how a draft was trained, None if nothing beside it says so.
+
+    Raises:
+        DamagedDocument, ForeignDocument: what is there is none, or of another version.
+    """
+    try:
+        return read_training(read_document(directory / TRAINING))
+    except FileNotFoundError:
+        return None
+    except DocumentRefused as error:
+        raise unusable(f"No record of a training in {directory}", error, hint=_FETCH_AGAIN) from None
 
 
 def _kind_of(engine: Engine) -> str:

@@ -25,6 +25,7 @@ from drafter.errors import DrafterError
 from drafter.files import replace_file, replacing
 from drafter.layers import Params
 from drafter.loading import load_parameters
+from drafter.train import trained
 from drafter.train.captures import HELD_OUT, TRAIN, CapturedDocument, CaptureSet
 from drafter.train.evaluate import Judged, judge_document, summarise
 from drafter.train.runs import Run, RunDescription, TrainSettings, config_of
@@ -36,7 +37,6 @@ from mlx_flashnext.engine.errors import IncompatibleDrafter, TargetDiffers
 from mlx_flashnext.training.draft_capture import facts_of
 
 WEIGHTS: Final = "model.safetensors"
-TRAINING: Final = "flashnext-training.json"
 DTYPES: Final = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 _PARTIAL: Final = ".partial"
 
@@ -177,13 +177,13 @@ def export_run(
     replace_file(partial / CONFIG, _json({**description.config, "dtype": dtype}))
     rows = run.rows()
     training = {
-        "format": "flashnext-draft-training",
-        "version": 1,
+        "format": trained.FORMAT,
+        "version": trained.VERSION,
         **asdict(description),
         "steps_done": here.step,
         "log": [rows[0], rows[-1]] if rows else [],
     }
-    replace_file(partial / TRAINING, _json(training))
+    replace_file(partial / trained.FILE, _json(training))
     replace_file(partial / CARD, _card(engine, config, licence, here.step).encode())
     facts = facts_of(engine)
     with closing(open_draft(partial)) as files:
@@ -329,6 +329,7 @@ def _card(engine: Engine, config: DraftConfig, licence: str, steps: int) -> str:
         f"A block draft of {num_parameters(config):,} parameters, trained with flashnext for {steps} steps "
         f"on answers of exactly one target build (`{contract.FILE}` names it). It reads layers {taps} of the "
         "target and borrows its embedding and head. It guesses tokens; what is said is the target's.\n",
-        f"How it was trained: `{TRAINING}`. What it was held to: `flashnext-promotion.json`, if it was.\n",
+        f"How it was trained: `{trained.FILE}`. "
+        "What it was held to: `flashnext-promotion.json`, if it was.\n",
     )
     return "\n".join(lines)
