@@ -120,8 +120,9 @@ def capture(
     A run that was cut short goes on where it stopped. The first documents are read again as prompts, and must
     give the same values.
     """
-    from mlx_flashnext.training.draft_capture import CaptureRequest, read_prompts
+    from mlx_flashnext.training.draft_capture import CaptureRequest
     from mlx_flashnext.training.draft_capture import capture as capture_documents
+    from mlx_flashnext.training.prompt_files import read_prompts
 
     found = find_model(model.model)
     params = replace(sampling_params(sampling, found.directory), seed=sampling.seed or 0)
@@ -363,9 +364,9 @@ def promote(
     """
     from drafter.train.captures import CaptureSet
     from mlx_flashnext.tokenizer import Tokenizer
-    from mlx_flashnext.training.draft_capture import read_prompts
     from mlx_flashnext.training.draft_promote import Ladder
     from mlx_flashnext.training.draft_promote import promote as climb
+    from mlx_flashnext.training.prompt_files import read_prompts
 
     found, directory = find_model(model.model), expanded(draft)
     asked = read_prompts(expanded(prompts), found.directory, Tokenizer.open(found.directory))

@@ -1,6 +1,6 @@
 """Captures what a draft is trained on: this very target's own answers, with features and routes of every row.
 
-Entry points: `capture`, `replay`, `read_prompts`. Rows are taken where a drafter gets them in service - a
+Entry points: `capture`, `replay`. Rows are taken where a drafter gets them in service - a
 `FeatureTap` is a drafter - so what is trained on is what is served. A document is proved
 by `replay`: the same tokens read as a prompt must give the same features and routes as saying them one by one
 did, because a trainer's target is that prompt.
@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter.api import MAX_PROPOSALS, DraftSampling, FeatureRequest, Law, Proposal
-from drafter.documents import DocumentRefused, read_document, unusable
 from drafter.facts import TargetFacts
-from drafter.reasons import one_line
 from drafter.train.capture_writer import SHARD_BYTES, CaptureWriter
-from drafter.train.captures import TEXT_LIMIT, CapturedDocument, CaptureIdentity, document_key
+from drafter.train.captures import CapturedDocument, CaptureIdentity, document_key
 from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.draft_target import DraftTarget, target_facts
 from mlx_flashnext.engine.engine import Engine
@@ -41,31 +38,17 @@ from mlx_flashnext.engine.prefill import prefill
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.model.host import fence
-from mlx_flashnext.text.template import ChatTemplate
-from mlx_flashnext.tokenizer import Tokenizer
+from mlx_flashnext.training.prompt_files import Prompt
 
 CONTRACTIONS: Final = ("mean", "next_attn_mix", "final_mix", "stream0")
 DEFAULT_REPLAYS: Final = 3
 _RESUME_TOKENS: Final = 3
-_PROMPT_HINT: Final = '{"prompt": "..."} a line'
-_Label = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 
 Progress = Callable[[int, int], None]
 
 
 class ReplayDiffers(EngineError):
     """Reading a document as a prompt did not give what saying it gave; nothing may be trained on it."""
-
-
-class Prompt(NamedTuple):
-    """A rendered prompt, what kind it is of, and what the target may well answer.
-
-    The guess makes capturing faster and changes nothing: it is verified like any proposal.
-    """
-
-    tokens: list[int]
-    label: str = ""
-    guess: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,66 +314,6 @@ def replay(
     if engine.plan.is_resident:
         return features, np.zeros((len(features), 0, identity.top_k), np.uint16)
     return features, _routes(log, len(features), identity)
-
-
-def read_prompts(path: Path, directory: Path, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    """Read prompts, one JSON object a line: `messages` (or one `prompt`), `label`, `thinking`, `guess`.
-
-    Args:
-        path: of the file.
-        directory: of the checkpoint, whose chat template renders them.
-        tokenizer: of the checkpoint.
-
-    Raises:
-        DamagedDocument: it is no plain file.
-        InvalidRequest: a line is not such an object.
-        OSError: the file cannot be read.
-        ModelError: the template refused a prompt.
-    """
-    try:
-        lines = read_document(path)
-    except DocumentRefused as error:
-        raise unusable(f"No prompts in {path}", error, hint=_PROMPT_HINT) from None
-    with ChatTemplate.open(directory) as template:
-        for asked in parse_prompts(lines, path.name):
-            messages = asked.messages or [{"role": "user", "content": asked.prompt}]
-            variables: dict[str, Any] = {}
-            if asked.thinking is not None:
-                variables["enable_thinking"] = asked.thinking
-            tokens = tokenizer.encode(template.render(messages, **variables))
-            yield Prompt(tokens, asked.label or asked.genre, tokenizer.encode(asked.guess))
-
-
-class PromptLine(msgspec.Struct):
-    """One line of a file of prompts: `messages`, or one `prompt` of the user."""
-
-    prompt: str = ""
-    messages: list[dict[str, str]] = []
-    label: _Label = ""
-    genre: _Label = ""
-    guess: str = ""
-    thinking: bool | None = None
-
-
-def parse_prompts(data: bytes, name: str) -> Iterator[PromptLine]:
-    """Return the lines of a file of prompts; empty ones are left out.
-
-    Args:
-        data: the whole file, UTF-8.
-        name: of the file, for messages.
-
-    Raises:
-        InvalidRequest: a line is no such object.
-    """
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield msgspec.json.decode(line, type=PromptLine)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(
-                f"Line {number} of {name} is no prompt: {one_line(str(error))}", hint=_PROMPT_HINT
-            ) from None
 
 
 def _answer(

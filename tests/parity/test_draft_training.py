@@ -25,7 +25,6 @@ from mlx_flashnext.training import draft_capture, draft_promote
 from mlx_flashnext.training.draft_calibrate import calibrate
 from mlx_flashnext.training.draft_capture import (
     CaptureRequest,
-    Prompt,
     ReplayDiffers,
     capture,
     facts_of,
@@ -41,6 +40,7 @@ from mlx_flashnext.training.draft_training import (
     load_draft,
     train_draft,
 )
+from mlx_flashnext.training.prompt_files import Prompt
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
 from tests.tiny.route_hints import write_sidecar

@@ -25,8 +25,9 @@ from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.learned_predictors import Learned
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.route_files import write_routes
-from mlx_flashnext.training.draft_capture import CaptureRequest, Prompt, capture
+from mlx_flashnext.training.draft_capture import CaptureRequest, capture
 from mlx_flashnext.training.draft_training import load_draft
+from mlx_flashnext.training.prompt_files import Prompt
 from mlx_flashnext.training.route_rows import (
     candidate_rows,
     clean_rows,
