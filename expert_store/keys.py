@@ -12,9 +12,9 @@ class ReadClass(IntEnum):
     EXACT = 0
     """The native router chose the expert, or a known token needs a row."""
     NEAR = 1
-    """A predictor names it for a layer that the current block is about to reach."""
+    """A predictor names it for a layer's next demand, in the block that runs or begins next."""
     SPECULATIVE = 2
-    """A route hint names it for a block that is not verified yet, or the cache is warmed."""
+    """It is named for a block after that one, or the cache is warmed."""
 
 
 class WaitCause(IntEnum):

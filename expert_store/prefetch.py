@@ -6,8 +6,9 @@ can raise. All methods run under the store's lock, one hand-over in one acquisit
 
 What a guess may take. Queued, nothing. When its read begins (dispatch.py) it takes an EMPTY slot, else that
 of a wrong guess, else the one the policy would free next - the last only while fewer than `num_slots -
-min_exact_slots` guesses of the layer are expected (slots.py S6, ranking.py K3), and never one that a hint has
-named for the coming demand: a hint for what is resident keeps it from guesses (K4). At most `max_reads`
+min_exact_slots` guesses of the layer are expected (slots.py S6, ranking.py K3), and never that of a record
+which the coming demand is as likely to want: a hint for what is resident, and an outlook on all experts of a
+layer, keep it from guesses that are less sure (K4). At most `max_reads`
 guesses are on the wire, half the readers, so that an exact read starts at once and shares the drive with few:
 two of four cost it one record's time and keep the drive busy, three cost two, four cost three (measured:
 bench/studies/guess_interference.py). With a single reader it waits for the one read on the wire (T3).
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Final, Protocol, cast
 
 from expert_store.books import Ledger
 from expert_store.errors import StoreError
@@ -33,6 +35,7 @@ from expert_store.ticket import Ticket, TicketState
 
 _EXACT: Final = ReadClass.EXACT
 _GUESSES: Final = (ReadClass.NEAR, ReadClass.SPECULATIVE)
+NO_OUTLOOK: Final[Mapping[int, memoryview]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +137,17 @@ class Prefetcher:
         owner: int,
         generation: int,
         issued: list[Prefetch] | None = None,
+        outlook: Mapping[int, memoryview] = NO_OUTLOOK,
     ) -> int:
-        """Let in what may be, the most urgent first, noting it in `issued`; return the tickets issued."""
+        """Let in what may be, the most urgent first, noting it in `issued`; return the tickets issued.
+
+        Args:
+            hints: that are some, see `good_hints`.
+            owner: of the tickets.
+            generation: of the owner.
+            issued: as `ExpertStore.prefetch`.
+            outlook: as `ExpertStore.prefetch`.
+        """
         counts = self._issuing.ledger.hints
         if self.is_stopped:
             counts[HintOutcome.STOPPED] += len(hints)
@@ -143,6 +155,8 @@ class Prefetcher:
         if generation < self._generations.get(owner, 0):
             counts[HintOutcome.STALE] += len(hints)
             return 0
+        for layer, chances in outlook.items():
+            self._foresee(layer, chances)
         absent = self._absent(hints)
         counts[HintOutcome.RESIDENT] += len(hints) - len(absent)
         if not absent:
@@ -216,8 +230,16 @@ class Prefetcher:
             if shelf is None or not shelf.table.is_full(hint[1]):
                 found.append(hint)
             else:
-                shelf.table.ranking.want(hint[1])
+                shelf.table.ranking.want(hint[1], hint[3])
         return found
+
+    def _foresee(self, layer: int, chances: object) -> None:
+        """Pass on what is said of all experts of a layer, if it is that."""
+        shelf = self._shelves.get(layer)
+        if shelf is None or not isinstance(chances, memoryview) or chances.format != "f":
+            return
+        if chances.shape == (shelf.table.num_experts,):
+            shelf.table.ranking.foresee(cast("memoryview", chances))
 
     def _let_in(self, hint: Prefetch, owner: int, generation: int, now_ns: int) -> HintOutcome:
         layer, expert, read_class, confidence, deadline = hint

@@ -12,11 +12,14 @@ Invariants:
         its order (recency is frozen while unverified rows run), nor in the demand counts;
     K3  victims: cold ones, then the policy's choice, then live ones, the oldest first. A guess never evicts
         a live record, and takes from the policy only while fewer than `max_expected` guesses are expected;
-    K4  a guess never evicts a record that a hint has named for the layer's next demand.
+    K4  a guess never evicts a record that the layer's next demand is as likely to want, as far as anybody has
+        said (`foresee`, `want`); among those it may evict, the first in order that is hardly wanted, or else
+        the one that is wanted least.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -25,10 +28,18 @@ from expert_store.policy.base import EvictionPolicy
 LIVE_DEMANDS_MAX: Final = 64
 """Demands of its layer that a live record may sit out before it turns cold, should nobody ever end its
 generation: a warm start's, or those of a request that was abandoned."""
+HARDLY_WANTED: Final = 0.02
+"""Chance below which records are as good as each other to lose, so that order decides and the search ends."""
 
 
 class Guess(Protocol):
-    """A predicted record that no native route has used yet; told once what becomes of it."""
+    """A predicted record that no native route has used yet; told once what becomes of it.
+
+    Attributes:
+        confidence: How likely it was to be demanded, as its hint said.
+    """
+
+    confidence: float
 
     @property
     def is_due(self) -> bool:
@@ -54,12 +65,14 @@ class Ranking:
 
     __slots__ = (
         "_born",
+        "_chances",
         "_cold",
+        "_is_foreseen",
+        "_is_named",
         "_live",
         "_max_expected",
         "_num_demands",
         "_policy",
-        "_wanted",
         "counts",
         "num_expected",
     )
@@ -71,7 +84,8 @@ class Ranking:
         self._live: dict[int, Guess | None] = {}
         self._cold: dict[int, Guess | None] = {}
         self._born: dict[int, int] = {}  # of live ones: demands of the layer before it
-        self._wanted: set[int] = set()  # until the next demand
+        self._chances = array("f", bytes(4 * num_experts))  # of the next demand's wanting each expert
+        self._is_named = self._is_foreseen = False  # whether any is told; whether all are
         self._num_demands = 0
         self.num_expected = 0
         self.counts = [0] * num_experts
@@ -83,7 +97,9 @@ class Ranking:
 
         The other guesses that were due at this demand were wrong and turn cold.
         """
-        self._wanted.clear()
+        if self._is_named:
+            self._chances = array("f", bytes(4 * len(self.counts)))
+            self._is_named = self._is_foreseen = False
         if self._live or self._cold:
             experts = self._hit_unproven(experts, is_committed)
         if is_committed:
@@ -135,11 +151,25 @@ class Ranking:
     @property
     def room_for_guesses(self) -> int:
         """Records that guesses may send away now, at most."""
-        return max(0, self._max_expected - self.num_expected) + len(self._cold)
+        return max(0, self._most_expected - self.num_expected) + len(self._cold)
 
-    def want(self, expert: int) -> None:
-        """Hear that an expert with a slot will probably be demanded next: no guess evicts it (K4)."""
-        self._wanted.add(expert)
+    @property
+    def _most_expected(self) -> int:
+        return len(self.counts) if self._is_foreseen else self._max_expected
+
+    def want(self, expert: int, confidence: float) -> None:
+        """Hear how likely the layer's next demand will name an expert with a slot (K4)."""
+        self._chances[expert] = confidence
+        self._is_named = True
+
+    def foresee(self, chances: memoryview) -> None:
+        """Hear how likely the layer's next demand will name each expert (K4).
+
+        Args:
+            chances: Float32, one of every expert.
+        """
+        memoryview(self._chances)[:] = chances
+        self._is_named = self._is_foreseen = True
 
     def expect(self, expert: int, guess: Guess) -> None:
         """Take in an expert that was predicted and given a slot."""
@@ -147,26 +177,49 @@ class Ranking:
 
     # Leaving.
 
-    def evict(self, can_leave: Callable[[int], bool], *, for_guess: bool = False) -> int | None:
-        """Choose who leaves, forget and return it; None if none can (K3, K4)."""
-        if for_guess and self._wanted:
-            wanted, may = self._wanted, can_leave
-            return self._evicted(lambda expert: expert not in wanted and may(expert), for_guess=True)
-        return self._evicted(can_leave, for_guess=for_guess)
-
-    def _evicted(self, can_leave: Callable[[int], bool], *, for_guess: bool) -> int | None:
+    def evict(self, can_leave: Callable[[int], bool]) -> int | None:
+        """Choose who leaves for exact demand, forget and return it; None if none can (K3)."""
         victim = _first(self._cold, can_leave)
-        if victim is None and not (for_guess and self.num_expected >= self._max_expected):
-            victim = self._policy.evict(can_leave)
+        if victim is not None:
+            return self._let_go(victim)
+        victim = self._policy.evict(can_leave)
+        if victim is not None:
+            return victim
+        victim = _first(self._live, can_leave)
+        return None if victim is None else self._let_go(victim)
+
+    def evict_for(self, expert: int, guess: Guess, can_leave: Callable[[int], bool]) -> int | None:
+        """Choose who leaves for a guess of an expert, forget and return it; None if none may (K3, K4)."""
+        if not self._is_foreseen:  # else that is what was said last of the guess itself
+            self.want(expert, guess.confidence)
+        chances = self._chances
+        least = chances[expert]
+        best: int | None = None
+
+        def is_hardly_wanted(one: int) -> bool:
+            nonlocal best, least
+            if chances[one] < least and can_leave(one):
+                best, least = one, chances[one]
+                return least < HARDLY_WANTED
+            return False
+
+        victim = _first(self._cold, is_hardly_wanted)
+        if victim is None and self.num_expected < self._most_expected:
+            victim = self._policy.evict(is_hardly_wanted)
             if victim is not None:
                 return victim
-        if victim is None and not for_guess:
-            victim = _first(self._live, can_leave)
-        if victim is not None:
-            guess = self._settle(victim)
-            if guess is not None:
-                guess.evicted()
+        victim = best if victim is None else victim
+        if victim is None or victim in self._cold:
+            return None if victim is None else self._let_go(victim)
+        self._policy.remove(victim)
         return victim
+
+    def _let_go(self, expert: int) -> int:
+        """Forget an unproven expert that leaves, and tell its guess."""
+        guess = self._settle(expert)
+        if guess is not None:
+            guess.evicted()
+        return expert
 
     def remove(self, expert: int) -> None:
         """Forget an expert whose read failed."""

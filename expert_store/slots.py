@@ -153,7 +153,7 @@ class SlotTable:
         hits = [expert for expert, slot in zip(experts, slots, strict=True) if slot >= 0]
         self.ranking.hit(hits, is_committed=is_committed)
         for position in missing:
-            slot = self._find_room(experts[position], for_guess=False)
+            slot = self._find_room(experts[position], None)
             assert slot is not None, f"layer {self.layer}: room was counted but none can leave"
             slots[position] = slot
             pins[slot] = 1
@@ -169,12 +169,13 @@ class SlotTable:
     def guess(self, expert: int, guess: Guess) -> int | None:
         """Give a slot, LOADING and unpinned, to a predicted expert that has none; None if none may be taken.
 
-        Taken are EMPTY slots, slots of cold records, and, as long as few guesses are expected, the slot that
-        the policy would free next; never one that is pinned, LOADING, or holds another expected guess.
+        Taken are EMPTY slots, slots of cold records, and, as long as few guesses are expected, slots that the
+        policy would free; never one that is pinned, LOADING, holds another expected guess, or a record as
+        likely to be wanted (ranking.py K4).
         """
         if len(self._guessed) >= self.max_guesses:
             return None
-        slot = self._find_room(expert, for_guess=True)
+        slot = self._find_room(expert, guess)
         if slot is not None:
             self._guessed.add(slot)
             self.ranking.expect(expert, guess)
@@ -274,7 +275,7 @@ class SlotTable:
                 num_guessed=len(self._guessed.difference(slots)),
             )
 
-    def _find_room(self, expert: int, *, for_guess: bool) -> int | None:
+    def _find_room(self, expert: int, guess: Guess | None) -> int | None:
         """Give a slot to an expert that has none: EMPTY or evicted, now LOADING without a pin."""
         if self.is_identity:
             slot = expert
@@ -282,7 +283,11 @@ class SlotTable:
         elif self._free:
             slot = self._free.pop()
         else:
-            victim = self.ranking.evict(self._can_leave, for_guess=for_guess)
+            victim = (
+                self.ranking.evict(self._can_leave)
+                if guess is None
+                else self.ranking.evict_for(expert, guess, self._can_leave)
+            )
             if victim is None:
                 return None
             assert self._can_leave(victim), f"layer {self.layer}: policy evicted {victim}, which is in use"

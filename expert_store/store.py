@@ -33,7 +33,7 @@ from expert_store.lease import Lease, LeaseRequest, Shelf
 from expert_store.policy.base import EvictionPolicy
 from expert_store.policy.lru import LeastRecentlyUsed
 from expert_store.policy.slru import SegmentedLru
-from expert_store.prefetch import PrefetchLimits
+from expert_store.prefetch import NO_OUTLOOK, PrefetchLimits
 from expert_store.reader import Reader, SlotMemory, ThreadReader
 from expert_store.slots import SlotState, SlotTable
 from expert_store.source import ByteSource
@@ -264,6 +264,7 @@ class ExpertStore:
         owner: int,
         generation: int,
         issued: list[Prefetch] | None = None,
+        outlook: Mapping[int, memoryview] = NO_OUTLOOK,
     ) -> int:
         """Hand over hints: records that will probably be demanded. Neither blocks nor reads nor raises.
 
@@ -276,6 +277,8 @@ class ExpertStore:
             generation: The owner's generation they belong to. An older one than `advance` has reached is
                 refused; a later one is let in and outlives every `advance` before its own end.
             issued: The hints that led to tickets, whose number is returned, are appended here.
+            outlook: How likely the next demand of a layer will name each of its experts, float32 by layer;
+                guesses evict what is least likely. What is no such thing is ignored.
         """
         hints, num_invalid = self._prefetcher.good_hints(requests)
         with self._lock:
@@ -283,7 +286,7 @@ class ExpertStore:
             counts = self._dispatcher.ledger.hints
             counts[HintOutcome.INVALID] += num_invalid
             counts[HintOutcome.TOO_MANY] += len(requests) - len(hints) - num_invalid
-            num_issued = self._prefetcher.hand_over(hints, owner, generation, issued)
+            num_issued = self._prefetcher.hand_over(hints, owner, generation, issued, outlook)
             self._dispatcher.wake_for_guesses(num_issued)
         return num_issued
 

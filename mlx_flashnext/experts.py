@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from expert_store.keys import Prefetch
 from expert_store.lease import Lease
+from expert_store.prefetch import NO_OUTLOOK
 from expert_store.source import ByteSource
 from expert_store.store import ExpertStore
 from mlx_flashnext.banks import SlotBanks
@@ -33,10 +34,12 @@ class HandOver(NamedTuple):
     Attributes:
         hints: for the store, in any order.
         passes_ahead: how many passes after the running one they stay good for.
+        outlook: how likely the running pass wants each expert of a layer; see `ExpertStore.prefetch`.
     """
 
     hints: Sequence[Prefetch] = ()
     passes_ahead: int = 0
+    outlook: Mapping[int, memoryview] = NO_OUTLOOK
 
 
 class RouteListener(Protocol):
@@ -222,10 +225,12 @@ class StreamedExperts:
 
     def hand_over(self, ahead: HandOver) -> None:
         """Give hints to the store: at most one hand-over, never a wait."""
-        if ahead.hints:
+        if ahead.hints or ahead.outlook:
             generation = self.generation + ahead.passes_ahead
             issued: list[Prefetch] = []
-            self._store.prefetch(ahead.hints, owner=self.owner, generation=generation, issued=issued)
+            self._store.prefetch(
+                ahead.hints, owner=self.owner, generation=generation, issued=issued, outlook=ahead.outlook
+            )
             if self.listener is not None:
                 self.listener.accepted(issued)
 

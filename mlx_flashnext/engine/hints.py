@@ -3,11 +3,15 @@
 All policy of hints is here: which class a guess is read in, when it is expected to be needed, how many may
 be handed over, and that a predictor which fails is left alone from then on. The store decides what is read.
 
-    before a proposal    predictor.early   -> speculative, for the anchor's row, where a drafter tells
+    before a proposal    predictor.early   -> for the anchor's row, where a drafter tells
     after a proposal     predictor.drafted    what the drafter says of the block to come
-    at a block's start   predictor.begin   -> speculative, by layer order
-    after layer l's ids  predictor.routed  -> near for the block that runs, speculative beyond it
-                         predictor.expect  -> near, for a layer soon after l
+    at a block's start   predictor.begin   -> for all layers
+    after layer l's ids  predictor.expect  -> for a layer soon after l
+                         predictor.routed  -> for any layer of this block, or of the next one
+    after each of them   predictor.outlook    what makes room: chances of all experts of layers spoken of
+
+Guesses of the block that runs or begins next are `near`, by the order of layers: one that is said late of a
+late layer goes behind an earlier one of an earlier layer. Those of the block after it are `speculative`.
 
 Invariants:
     I1  hints move bytes, never decisions: nothing here reaches the model;
@@ -20,12 +24,13 @@ Invariants:
     H5  early hints are of the block that begins next, whatever is proposed: its deadlines, its generation.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
 from drafter.api import RouteHints
 from expert_store.keys import Prefetch, ReadClass
+from expert_store.prefetch import NO_OUTLOOK
 from mlx_flashnext.engine.hint_level import USUAL
 from mlx_flashnext.engine.predictors import Guess, Predictor, Rows
 from mlx_flashnext.engine.routes import RouteLog
@@ -42,6 +47,7 @@ REST_PASSES: Final = 16
 a fifth of the decode rate; a change of subject is noticed within a sentence."""
 LONGEST_HINT: Final = 1
 """Passes after the running one that a hint may be for; what is further ahead is cut to it."""
+_NEAR, _SPECULATIVE = ReadClass.NEAR, ReadClass.SPECULATIVE
 
 
 class Hints:
@@ -97,7 +103,7 @@ class Hints:
         self._next_pass(is_prefill=False)
         self._is_early = True
         self._early_guesses = self._ask(lambda predictor: predictor.early(routes))
-        return self._ahead(self._early_guesses, ReadClass.SPECULATIVE)
+        return self._ahead(self._early_guesses)
 
     def begin(
         self,
@@ -125,7 +131,7 @@ class Hints:
         self._early_guesses = []
         self._ask(lambda predictor: predictor.drafted(routes) or ())
         guesses = self._ask(lambda predictor: predictor.begin(tokens, position))
-        return self._ahead(guesses, ReadClass.SPECULATIVE)
+        return self._ahead(guesses)
 
     def looks_ahead(self, layer: int) -> Sequence[LookAhead]:
         """Return who is to guess later layers while this one runs."""
@@ -154,7 +160,7 @@ class Hints:
         for later, ids_TN in expected:
             guesses += self._ask(lambda predictor, at=later, ids=ids_TN: predictor.expect(at, ids))
         guesses += self._ask(lambda predictor: predictor.routed(layer, ids_TK))
-        return self._ahead(guesses, ReadClass.NEAR)
+        return self._ahead(guesses)
 
     def commit(self, num_rows: int) -> None:
         """Close the block, if one is open; its first `num_rows` rows stay."""
@@ -192,10 +198,21 @@ class Hints:
             self._stop(error)
             return []
 
-    def _ahead(self, guesses: Sequence[Guess], read_class: ReadClass) -> HandOver:
+    def _outlook(self) -> Mapping[int, memoryview]:
+        """Return what the predictor's last answers say of whole layers; as `_ask`."""
+        if not self._is_predicting or self._predictor is None:
+            return NO_OUTLOOK
+        try:
+            return self._predictor.outlook()
+        except Exception as error:  # noqa: BLE001 - as in `_ask`
+            self._stop(error)
+            return NO_OUTLOOK
+
+    def _ahead(self, guesses: Sequence[Guess]) -> HandOver:
         """Return guesses as hints; those of later passes decide for how long the hand-over is good."""
+        outlook = self._outlook()
         if not guesses:
-            return HandOver()
+            return HandOver(outlook=outlook)
         hints: list[Prefetch] = []
         furthest = 0
         lets_in, num_layers = self._worth.lets_in, self._num_layers
@@ -207,7 +224,7 @@ class Hints:
                     continue
                 if passes_ahead > 0:
                     furthest = LONGEST_HINT
-                kind = ReadClass.SPECULATIVE if passes_ahead else read_class
+                kind = _SPECULATIVE if passes_ahead else _NEAR
                 hints.append(Prefetch(layer, expert, kind, confidence, deadline))
         except Exception as error:  # noqa: BLE001 - predictors may say anything
             self._stop(error)
@@ -215,7 +232,7 @@ class Hints:
         self.num_guesses += len(hints)
         if self._log is not None and self._is_open:
             self._log.guessed(guesses)
-        return HandOver(hints, furthest)
+        return HandOver(hints, furthest, outlook)
 
     def _stop(self, error: Exception) -> None:
         self.stopped = f"{type(error).__name__}: {error}"

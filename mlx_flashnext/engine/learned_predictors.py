@@ -1,14 +1,16 @@
 """Trained guesses of routes: a draft's route sidecar, a model's near map, or both. Entry: `learned`.
 
     sidecar      before a proposal is made: every layer, for the anchor's row. When it is made: every layer,
-                 for all rows, from the draft's state, ordered by deadline. After layer l has chosen: the
-                 next `REFRESHED_LAYERS` again, from codes that now know layer l
+                 for all rows, from the draft's state, ordered by deadline. After layer l has chosen: layer
+                 l + 2 again, from a code that now knows the layers up to l
     near-linear  while layer l runs: layer l + 2, from the stack
-    both         the sidecar far ahead and its refreshed guesses, the near map close by; where both speak of a
-                 layer, their log-odds are averaged
+    both         the sidecar before the pass; within it the near map, whose log-odds of a layer are averaged
+                 with those that the sidecar had of it
 
+So each layer is scored once within a pass, two layers before its turn, by whoever knows more of it there.
 An expert is named if the chance that any row of the block chooses it reaches the cut, and no more experts of
-a layer than its rows can choose: what lies beyond is overfetch by construction.
+a layer than its rows can choose: what lies beyond is overfetch by construction. The chances of all experts
+are said beside (`outlook`): what is hardly wanted makes room.
 
 Source: drafter/sidecar.py, drafter/near.py.
 """
@@ -29,9 +31,6 @@ from mlx_flashnext.model.moe import LookAhead
 
 EARLY_TIMES: Final = 2
 """Experts named early of a layer, in multiples of those a row chooses: the block's other rows choose too."""
-REFRESHED_LAYERS: Final = 2
-"""Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
-the real model's head has 48 layers of 512 experts, and this runs on the thread that decodes."""
 _SURE: Final = 12.0
 _CHANCES = np.clip(np.arange(CODE_STEPS) / (CODE_STEPS - 1), 1e-5, 1 - 1e-5)
 _LOG_ODDS: Final = np.minimum(np.log(_CHANCES / (1 - _CHANCES)), _SURE).astype(np.float32)
@@ -73,8 +72,10 @@ class Learned:
     ) -> None:
         self._layers, self._top_k = dict(layers), top_k
         self._near, self._head = near, head
+        self._place = {} if head is None else {layer: place for place, layer in enumerate(head.layers)}
         self._codes: NDArray[np.float32] | None = None
-        self._said: dict[int, NDArray[np.float32]] = {}
+        self._far: NDArray[np.float32] | None = None  # [L, T, E] of the block, as it was drafted
+        self._said: dict[int, memoryview] = {}
         self.look_ahead: tuple[LookAhead, ...] = () if near is None else (NearAhead(near),)
         self.wants_routes = head is not None
         self.num_drafted = 0
@@ -84,7 +85,7 @@ class Learned:
         if self._head is None:
             return ()
         scores = self._head.log_odds_of(routes.codes, slice(None), "early")
-        return self._named(self._head.layers, scores, self._head.cut, most=EARLY_TIMES * self._top_k)
+        return self._named(self._head.layers, scores, self._head.cut, EARLY_TIMES * self._top_k)
 
     def drafted(self, routes: RouteHints | None) -> None:
         """Take the codes of the block that is about to begin; without any the sidecar is silent for it."""
@@ -94,65 +95,70 @@ class Learned:
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
         """Return the sidecar's guesses of all layers."""
         del position
-        self._said.clear()
+        self._far = None
         if self._head is None or self._codes is None:
             return ()
         if len(self._codes) != len(tokens):
             self._codes = None
             return ()
-        return self._named(
-            self._head.layers, self._head.log_odds(self._codes, is_refreshed=False), self._head.cut
-        )
+        self._far = self._head.log_odds(self._codes, is_refreshed=False)
+        return self._named(self._head.layers, self._far, self._head.cut, len(tokens) * self._top_k)
 
     def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
-        """Take the near map's opinion of a layer; where the sidecar has one too, `routed` names of both."""
+        """Return guesses of a layer from what the near map says of it, and the sidecar if it has spoken."""
         if self._near is None:
             return ()
-        log_odds = near_log_odds(ids_TN, self._layers.get(layer, 0))
-        if self._head is not None and self._codes is not None and layer in self._head.layers:
-            self._said[layer] = log_odds
-            return ()
-        return self._named((layer,), log_odds[None], self._near.cut)
+        place = self._place.get(layer)
+        log_odds, cut = near_log_odds(ids_TN, self._layers.get(layer, 0)), self._near.cut
+        if self._head is not None and self._far is not None and place is not None:
+            log_odds, cut = averaged(log_odds, self._far[place]), self._head.cut
+        return self._named((layer,), log_odds[None], cut, len(ids_TN) * self._top_k)
 
     def routed(self, layer: int, ids_TK: Rows) -> Iterable[Guess]:
-        """Let the sidecar see what a layer chose, and return its guesses of the next layers."""
-        if self._head is None or self._codes is None:
+        """Let the sidecar see what a layer chose, and return its guesses of the layer after the next one.
+
+        Where there is a near map that speaks for it, which knows more there.
+        """
+        if self._head is None or self._codes is None or self._near is not None:
             return ()
         self._codes = self._head.after(self._codes, layer, ids_TK)
-        first = self._head.place_after(layer)
-        layers = self._head.layers[first : first + REFRESHED_LAYERS]
-        if not layers:
+        place = self._place.get(layer + LAYERS_AHEAD)
+        if place is None:
             return ()
-        scores = self._head.log_odds(self._codes, first, first + REFRESHED_LAYERS, is_refreshed=True)
-        for place, later in enumerate(layers):
-            if later in self._said:
-                scores[place] = averaged(self._said[later], scores[place])
-        return self._named(layers, scores, self._head.cut)
+        scores = self._head.log_odds(self._codes, place, place + 1, is_refreshed=True)
+        return self._named((layer + LAYERS_AHEAD,), scores, self._head.cut, len(ids_TK) * self._top_k)
+
+    def outlook(self) -> Mapping[int, memoryview]:
+        """Return how likely the block wants each expert of the layers that were last spoken of, once."""
+        said, self._said = self._said, {}
+        return said
 
     def commit(self, num_rows: int) -> None:
         """Forget the block."""
         del num_rows
-        self._codes = None
+        self._codes = self._far = None
 
     def _named(
-        self,
-        layers: Sequence[int],
-        log_odds_LTE: NDArray[np.float32],
-        cut: float,
-        most: int | None = None,
+        self, layers: Sequence[int], log_odds_LTE: NDArray[np.float32], cut: float, most: int
     ) -> list[Guess]:
-        """Return the experts of streamed layers that reach the cut, the likeliest of each layer first."""
-        most = log_odds_LTE.shape[1] * self._top_k if most is None else most
-        chance = union_confidence(log_odds_LTE)
-        best = np.argsort(-chance, axis=-1, kind="stable")[:, :most]
-        sure = np.take_along_axis(chance, best, axis=-1)
-        count = (sure >= cut).sum(axis=-1).tolist()
-        each = zip(layers, best.tolist(), sure.tolist(), count, strict=True)
+        """Return the experts of streamed layers that reach the cut, of each layer the `most` likeliest."""
+        chance_LE = union_confidence(log_odds_LTE)
+        streamed = self._layers
+        self._said.update(
+            (layer, memoryview(row))
+            for layer, row in zip(layers, chance_LE, strict=True)
+            if layer in streamed
+        )
+        is_named = chance_LE >= cut
+        if (np.count_nonzero(is_named, axis=1) > most).any():
+            rest_LE = np.argsort(-chance_LE, axis=1, kind="stable")[:, most:]
+            np.put_along_axis(is_named, rest_LE, values=False, axis=1)
+        places, experts = is_named.nonzero()
+        each = zip(places.tolist(), experts.tolist(), chance_LE[is_named].tolist(), strict=True)
         return [
-            Guess(layer, expert, confidence)
-            for layer, experts, confidences, number in each
-            if layer in self._layers
-            for expert, confidence in zip(experts[:number], confidences[:number], strict=True)
+            Guess(layers[place], expert, chance)
+            for place, expert, chance in each
+            if layers[place] in streamed
         ]
 
 
@@ -164,10 +170,11 @@ def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArr
 
 def near_log_odds(codes_TN: Rows, num_experts: int) -> NDArray[np.float32]:
     """Return [T, E] log-odds of what a near map named, minus infinity elsewhere."""
-    found = np.full((len(codes_TN), num_experts), -np.inf, np.float32)
-    codes = np.asarray(codes_TN)
-    np.put_along_axis(found, codes // CODE_STEPS, _LOG_ODDS[codes % CODE_STEPS], axis=1)
-    return found
+    codes = np.asarray(codes_TN, np.int64)
+    rows = len(codes)
+    found = np.full(rows * num_experts, -np.inf, np.float32)
+    found[codes // CODE_STEPS + num_experts * np.arange(rows)[:, None]] = _LOG_ODDS[codes % CODE_STEPS]
+    return found.reshape(rows, num_experts)
 
 
 def learned(

@@ -25,6 +25,7 @@ import mlx.core as mx
 from drafter.api import RouteHints
 from drafter.near import NearMap
 from drafter.sidecar import RouteHead
+from expert_store.prefetch import NO_OUTLOOK
 from mlx_flashnext.engine.guess import Guess as Guess
 from mlx_flashnext.engine.guess import Rows as Rows
 from mlx_flashnext.engine.learned_predictors import learned
@@ -61,6 +62,14 @@ class Predictor(Protocol):
         """Return guesses from what one of `look_ahead` said of a layer."""
         ...
 
+    def outlook(self) -> Mapping[int, memoryview]:
+        """Return what the last answer says of layers as a whole, once.
+
+        That is how likely the block wants each expert, float32 by layer, whether it is worth reading or not:
+        what is hardly wanted makes room for what is named.
+        """
+        ...
+
     def commit(self, num_rows: int) -> None:
         """Learn that the first rows of the block stay."""
         ...
@@ -90,6 +99,9 @@ class _Silent(Predictor):
     def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
         del layer, ids_TN
         return ()
+
+    def outlook(self) -> Mapping[int, memoryview]:
+        return NO_OUTLOOK
 
     def commit(self, num_rows: int) -> None:
         del num_rows

@@ -284,10 +284,12 @@ class Simulation:
         self._hand_over(self._hints.routed(layer, rows))
 
     def _hand_over(self, ahead: HandOver) -> None:
-        if ahead.hints:
+        if ahead.hints or ahead.outlook:
             issued: list[Prefetch] = []
             generation = self._generation + ahead.passes_ahead
-            self.store.prefetch(ahead.hints, owner=OWNER, generation=generation, issued=issued)
+            self.store.prefetch(
+                ahead.hints, owner=OWNER, generation=generation, issued=issued, outlook=ahead.outlook
+            )
             self._hints.accepted(issued)
             self._simulated.hold(self.machine.compute.hint_ns)
 

@@ -19,7 +19,7 @@ from drafter.record import LAST_STACK, LAYER_OUTPUT, TraceRefused
 from expert_store.keys import Prefetch, ReadClass
 from expert_store.layout import RecordLayout, Span
 from expert_store.lease import Lease
-from expert_store.prefetch import PrefetchLimits
+from expert_store.prefetch import NO_OUTLOOK, PrefetchLimits
 from expert_store.stats import Fate
 from expert_store.store import ExpertStore
 from expert_store.testing import DictMemory, MemorySource, StepReader
@@ -140,6 +140,9 @@ class _Predictor:
     def expect(self, layer: int, ids_TN: Rows) -> list[Guess]:
         del layer, ids_TN
         return []
+
+    def outlook(self) -> Mapping[int, memoryview]:
+        return NO_OUTLOOK
 
     def commit(self, num_rows: int) -> None:
         del num_rows

@@ -1,12 +1,19 @@
 """What the store should do, in dictionaries and lists, one object a ticket. Compared with it step by step."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
 from expert_store.keys import ReadClass
+from expert_store.ranking import HARDLY_WANTED
 from expert_store.stats import Fate, HintOutcome
 
 EXACT, NEAR, SPECULATIVE = ReadClass
+
+
+def single(value):
+    """Return a number as the store keeps it."""
+    return array("f", [value])[0]
 
 
 @dataclass(eq=False)
@@ -58,7 +65,7 @@ class Layer:
     live: dict[int, Read | None] = field(default_factory=dict)
     cold: dict[int, Read | None] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
-    wanted: set[int] = field(default_factory=set)  # named by hints since the last demand
+    wanted: dict[int, float] = field(default_factory=dict)  # how likely, said since the last demand
 
     @property
     def is_identity(self):
@@ -142,7 +149,7 @@ class StoreModel:
             self.in_flight((layer, expert)).read_class = EXACT
         self._hit(shelf, [e for e in experts if e in shelf.holders], masks is None)
         for expert in missing:
-            self._make_room(shelf, layer, for_guess=False)
+            self._make_room(shelf, layer)
             if masks is None:
                 shelf.order.append(expert)
                 shelf.counts[expert] += 1
@@ -207,36 +214,36 @@ class StoreModel:
         read.fate = fate
         self.fates[read.issued][fate] += 1
 
-    def _make_room(self, shelf, layer, *, for_guess):
+    def _make_room(self, shelf, layer, guess=None):
         if shelf.num_free or shelf.is_identity:
             return True
         pins = self.pins(layer)
 
-        def first(experts):
-            kept = shelf.wanted if for_guess else ()
-            can_leave = (e for e in experts if not pins[e] and not self.is_loading((layer, e)))
-            return next((e for e in can_leave if e not in kept), None)
+        def able(experts):
+            return [e for e in experts if not pins[e] and not self.is_loading((layer, e))]
 
-        sources = [shelf.cold]
-        if not for_guess or shelf.num_expected < shelf.max_guesses:
-            sources.append(shelf.order)
-        if not for_guess:
-            sources.append(shelf.live)
-        for source in sources:
-            victim = first(source)
-            if victim is None:
-                continue
-            if source is shelf.order:
-                shelf.order.remove(victim)
-                return True
-            guess = source.pop(victim)
-            if guess is not None and guess.fate is Fate.STALE:
-                self.counts["stale_evicted"] += 1
-            elif guess is not None:
-                self._close(guess, Fate.EVICTED_UNUSED)
+        if guess is None:
+            choice = [*able(shelf.cold), *able(shelf.order), *able(shelf.live)][:1]
+        else:
+            least = shelf.wanted[guess.key[1]] = single(guess.confidence)
+            choice = able(shelf.cold)
+            if not any(shelf.wanted.get(e, 0.0) < min(HARDLY_WANTED, least) for e in choice):
+                choice += able(shelf.order) if shelf.num_expected < shelf.max_guesses else []
+            choice = [e for e in choice if shelf.wanted.get(e, 0.0) < least]
+            choice.sort(key=lambda e: max(HARDLY_WANTED, shelf.wanted.get(e, 0.0)))
+        if not choice:
+            assert guess is not None
+            return False
+        victim = choice[0]
+        if victim in shelf.order:
+            shelf.order.remove(victim)
             return True
-        assert for_guess
-        return False
+        left = (shelf.cold if victim in shelf.cold else shelf.live).pop(victim)
+        if left is not None and left.fate is Fate.STALE:
+            self.counts["stale_evicted"] += 1
+        elif left is not None:
+            self._close(left, Fate.EVICTED_UNUSED)
+        return True
 
     # Hints.
 
@@ -259,7 +266,7 @@ class StoreModel:
         if shelf is None or not 0 <= hint.expert < shelf.num_experts:
             return HintOutcome.INVALID
         if self.is_full(*key):
-            shelf.wanted.add(hint.expert)
+            shelf.wanted[hint.expert] = single(hint.confidence)
             return HintOutcome.RESIDENT
         old = self.in_flight(key)
         if old is not None:
@@ -310,7 +317,7 @@ class StoreModel:
             layer, expert = read.key
             shelf = self.layers[layer]
             loading = sum(r.read_class is not EXACT and r.key[0] == layer for r in self.reading)
-            if loading >= shelf.max_guesses or not self._make_room(shelf, layer, for_guess=True):
+            if loading >= shelf.max_guesses or not self._make_room(shelf, layer, read):
                 self._close(read, Fate.DROPPED)
                 continue
             shelf.live[expert] = read

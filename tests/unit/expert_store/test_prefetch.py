@@ -2,6 +2,7 @@
 
 import random
 import threading
+from array import array
 
 import pytest
 
@@ -210,6 +211,35 @@ GARBAGE = [
     Prefetch(0, 1, NEAR, 0.5, 1.5),
     Prefetch(0, 1, NEAR, 0.5, None),
 ]
+
+
+NO_CHANCES = [
+    None,
+    [0.5] * 8,
+    memoryview(b"12345678"),
+    memoryview(array("f", [0.5] * 7)),
+    memoryview(array("d", [0.5] * 8)),
+    memoryview(array("f", [0.5] * 8)).cast("B").cast("f", (4, 2)),
+]
+
+
+@pytest.mark.parametrize("chances", NO_CHANCES, ids=repr)
+def test_an_outlook_that_is_none_is_ignored(chances):
+    rig = make_rig(num_experts=8, slots=4, lengths=ONE)
+    outlook = {0: chances, 99: memoryview(array("f", [1.0] * 8))}
+    assert rig.store.prefetch(hints(0, 3), owner=1, generation=0, outlook=outlook) == 1
+    assert read_order(rig) == [3]
+
+
+def test_a_guess_takes_the_slot_of_what_the_outlook_calls_least_likely():
+    rig = make_rig(num_experts=8, slots=4, lengths=ONE)
+    rig.store.request(0, [0, 1, 2, 3]).cancel()
+    rig.reader.run()
+    chances = memoryview(array("f", [0.4, 0.6, 0.1, 0.6, 0.0, 0.5, 0.5, 0.3]))
+    rig.store.prefetch(hints(0, 5, 6, 7), owner=1, generation=0, outlook={0: chances})
+    assert read_order(rig) == [5, 6]
+    assert [expert for expert in range(8) if rig.store.is_resident(0, expert)] == [1, 3, 5, 6]
+    assert fates(rig, NEAR) == {Fate.DROPPED: 1}, "what is left is likelier than the third"
 
 
 @pytest.mark.parametrize("hint", GARBAGE, ids=repr)

@@ -1,5 +1,6 @@
 """Who leaves first: cold records, the policy's choice, live ones; and what a guess may send away."""
 
+from array import array
 from collections import Counter
 
 import pytest
@@ -10,8 +11,8 @@ from expert_store.ranking import Ranking
 
 
 class Guess:
-    def __init__(self, *, is_due=False):
-        self.is_due = is_due
+    def __init__(self, *, is_due=False, confidence=1.0):
+        self.is_due, self.confidence = is_due, confidence
         self.told = Counter()
 
     def used(self):
@@ -23,6 +24,11 @@ class Guess:
 
 def anybody(expert):
     return True
+
+
+def sent_away(ranking, number, confidence=1.0):
+    """Return what so many guesses of an expert without a slot send away, of a layer of eight."""
+    return [ranking.evict_for(7, Guess(confidence=confidence), anybody) for _ in range(number)]
 
 
 def filled(policy=LeastRecentlyUsed, max_expected=1):
@@ -51,33 +57,69 @@ def test_exact_demand_sends_away_cold_then_demanded_then_live(policy):
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, SegmentedLru])
 def test_a_guess_never_sends_away_a_live_record_and_demanded_ones_only_while_few_are_expected(policy):
     ranking, _ = filled(policy, max_expected=1)
-    assert [ranking.evict(anybody, for_guess=True) for _ in range(3)] == [2, 3, None]
+    assert sent_away(ranking, 3) == [2, 3, None]
     ranking, _ = filled(policy, max_expected=2)
-    assert [ranking.evict(anybody, for_guess=True) for _ in range(5)] == [2, 3, 0, 1, None]
+    assert sent_away(ranking, 5) == [2, 3, 0, 1, None]
 
 
 def who_guesses_send_away():
-    """Two demanded records, the older one named by a hint; what two guesses send away, and then a demand."""
+    """Two demanded records, the older one named by a hint; what four guesses send away, and then a demand."""
     ranking, _ = filled(max_expected=9)
-    ranking.want(0)
-    by_guesses = [ranking.evict(anybody, for_guess=True) for _ in range(4)]
-    return by_guesses, ranking.evict(anybody)
+    ranking.want(0, 1.0)
+    return sent_away(ranking, 4), ranking.evict(anybody)
 
 
-def test_a_guess_never_sends_away_what_a_hint_has_named_and_a_demand_does():
+def test_a_guess_never_sends_away_what_a_hint_as_sure_has_named_and_a_demand_does():
     assert who_guesses_send_away() == ([2, 3, 1, None], 0)
 
 
 def test_planted_a_hint_that_keeps_nothing_is_seen(monkeypatch):
-    monkeypatch.setattr(Ranking, "want", lambda self, expert: None)
+    monkeypatch.setattr(Ranking, "want", lambda self, expert, confidence: None)
     assert who_guesses_send_away() != ([2, 3, 1, None], 0)
 
 
 def test_what_a_hint_has_named_is_kept_until_the_next_demand_only():
     ranking, _ = filled(max_expected=9)
-    ranking.want(0)
+    ranking.want(0, 1.0)
     ranking.hit([1], is_committed=True)
-    assert 0 in [ranking.evict(anybody, for_guess=True) for _ in range(3)]
+    assert 0 in sent_away(ranking, 3)
+
+
+def test_a_surer_guess_sends_away_what_was_named_and_equal_ones_do_not():
+    for confidence, left in ((0.8, 0), (0.7, None), (0.6, None)):
+        ranking, _ = filled(max_expected=9)
+        ranking.want(0, 0.7)
+        assert sent_away(ranking, 4, confidence) == [2, 3, 1, left]
+
+
+def foreseen(chances, max_expected=9):
+    ranking, _ = filled(max_expected=max_expected)
+    ranking.foresee(memoryview(array("f", chances)))
+    return ranking
+
+
+def test_a_guess_sends_away_what_is_least_likely_whatever_the_order():
+    # cold: 2, 3; demanded: 0, 1; live, and never sent away by a guess: 4, 5; the guess itself: 7
+    assert sent_away(foreseen([0.3, 0.1, 0.5, 0.2, 0.0, 0.0, 0.0, 0.4]), 4) == [1, 3, 0, None]
+    # What is hardly wanted is all the same: the cold ones first, then the policy's order.
+    assert sent_away(foreseen([0.01, 0.0, 0.015, 0.5, 0.0, 0.0, 0.0, 0.4]), 4) == [2, 0, 1, None]
+
+
+def test_what_was_said_last_of_a_guess_counts_and_not_what_its_hint_said():
+    assert sent_away(foreseen([0.3, 0.3, 0.3, 0.3, 0.0, 0.0, 0.0, 0.1]), 1, confidence=1.0) == [None]
+
+
+def test_where_all_chances_are_told_they_bound_the_guesses_and_no_number_does():
+    assert sent_away(foreseen([0.1] * 7 + [0.9], max_expected=0), 5) == [2, 3, 0, 1, None]
+    assert foreseen([0.1] * 8, max_expected=0).room_for_guesses > 2
+    ranking = foreseen([0.1] * 8, max_expected=0)
+    ranking.hit([0], is_committed=True)
+    assert ranking.room_for_guesses == 2  # the cold ones: what was told has had its demand
+
+
+def test_planted_chances_that_are_forgotten_are_seen(monkeypatch):
+    monkeypatch.setattr(Ranking, "foresee", lambda self, chances: None)
+    assert sent_away(foreseen([0.3, 0.1, 0.5, 0.2, 0.0, 0.0, 0.0, 0.4]), 4) != [1, 3, 0, None]
 
 
 def test_only_what_can_leave_is_sent_away():

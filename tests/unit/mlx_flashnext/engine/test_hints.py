@@ -131,8 +131,8 @@ def test_deadlines_grow_with_layers_and_passes():
     first = hints.begin([1], 0, is_prefill=False)
     assert first.passes_ahead == 0
     assert [(hint.layer, hint.read_class, hint.deadline) for hint in first.hints] == [
-        (2, ReadClass.SPECULATIVE, 5),
-        (0, ReadClass.SPECULATIVE, 3),
+        (2, ReadClass.NEAR, 5),
+        (0, ReadClass.NEAR, 3),
     ]
     near = hints.routed(0, [[1]]).hints
     assert {hint.read_class for hint in near} == {ReadClass.NEAR}
@@ -159,7 +159,7 @@ def test_early_hints_are_of_the_block_that_begins_next():
         assert early.passes_ahead == 0
         assert [hint.deadline for hint in early.hints] == [hint.deadline for hint in begun.hints]
         assert [hint.deadline for hint in early.hints] == [3 * number + 2, 3 * number]
-        assert {hint.read_class for hint in early.hints} == {ReadClass.SPECULATIVE}
+        assert {hint.read_class for hint in early.hints} == {ReadClass.NEAR}
         assert not hints.early(CODES).hints  # the block runs
         hints.routed(0, [[3]])
         hints.commit(1)

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from drafter.api import RouteHints
-from drafter.near import CODE_STEPS, NearMap, decoded
+from drafter.near import CODE_STEPS, LAYERS_AHEAD, NearMap, decoded
 from drafter.sidecar import RouteHead, SidecarSizes
 from expert_store.keys import ReadClass
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.learned_predictors import (
     EARLY_TIMES,
-    REFRESHED_LAYERS,
     Learned,
     averaged,
     learned,
@@ -46,21 +45,22 @@ def named(guesses: object) -> list[tuple[int, int]]:
     return [(guess.layer, guess.expert) for guess in guesses]  # type: ignore[attr-defined]
 
 
-def test_the_sidecar_names_every_layer_when_a_block_begins_and_the_next_ones_once_a_layer_has_shown():
+def test_the_sidecar_names_every_layer_when_a_block_begins_and_the_next_but_one_once_a_layer_has_shown():
     predictor = Learned(LAYERS, TOP_K, None, a_head())
     predictor.drafted(codes(8.0, -8.0))
     begun = list(predictor.begin([5, 6], 9))
     assert named(begun) == [(layer, 1) for layer in range(NUM_LAYERS)]
     assert all(guess.confidence == pytest.approx(0.98, abs=0.01) for guess in begun)
     after = named(predictor.routed(0, [[3, 4], [5, 6]]))
-    assert sorted(after) == sorted((layer, e) for layer in range(1, 1 + REFRESHED_LAYERS) for e in (1, 2))
+    assert after == [(LAYERS_AHEAD, 1), (LAYERS_AHEAD, 2)]
     assert named(predictor.routed(NUM_LAYERS - 1, [[3, 4], [5, 6]])) == []
 
 
-def test_hints_of_a_draft_are_speculative_and_those_of_the_pass_near():
+def test_all_hints_of_the_coming_block_are_near_in_the_order_of_its_layers():
     hints = Hints(Learned(LAYERS, TOP_K, None, a_head()), NUM_LAYERS)
+    assert {hint.read_class for hint in hints.early(codes(8.0)).hints} == {ReadClass.NEAR}
     begun = hints.begin([5, 6], 0, is_prefill=False, routes=codes(8.0, 8.0))
-    assert {hint.read_class for hint in begun.hints} == {ReadClass.SPECULATIVE}
+    assert {hint.read_class for hint in begun.hints} == {ReadClass.NEAR}
     assert [hint.deadline for hint in begun.hints] == sorted(hint.deadline for hint in begun.hints)
     assert {hint.read_class for hint in hints.routed(0, [[3, 4], [3, 4]]).hints} == {ReadClass.NEAR}
 
@@ -123,14 +123,32 @@ def test_both_average_what_they_know_and_the_sidecar_speaks_for_the_rest():
     predictor = Learned(LAYERS, TOP_K, near_map(), a_head())
     predictor.drafted(codes(8.0))
     predictor.begin([5], 0)
-    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == []  # said with the sidecar's, once
-    assert named(predictor.routed(1, [[0, 4]])) == [(2, 1), (2, 3), (3, 1)]
+    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == [(2, 1), (2, 3)]
+    assert named(predictor.routed(0, [[0, 4]])) == []  # each layer once, by whoever knows more of it
+
+
+def test_the_outlook_tells_the_chance_of_every_expert_of_what_was_spoken_of_once():
+    predictor = Learned(LAYERS, TOP_K, near_map(), a_head())
+    predictor.drafted(codes(8.0))
+    begun = {guess[:2]: guess.confidence for guess in predictor.begin([5], 0)}
+    outlook = predictor.outlook()
+    assert set(outlook) == set(LAYERS)
+    for layer, chances in outlook.items():
+        assert (chances.format, chances.shape) == ("f", (NUM_EXPERTS,))
+        assert chances[1] == begun[layer, 1]
+        assert chances[3] == pytest.approx(1 / (1 + np.exp(4)), rel=1e-4)  # below the cut, and told
+    assert predictor.outlook() == {}
+    predictor.expect(2, [[3 * CODE_STEPS + 1023]])
+    again = predictor.outlook()
+    assert set(again) == {2}
+    assert again[2][3] > 0.9
 
 
 def test_of_the_anchors_row_the_sidecar_speaks_before_there_is_a_proposal():
     predictor = Learned(LAYERS, TOP_K, None, a_head(cut=0.0))
     guesses = list(predictor.early(codes(8.0)))
     assert [guess for guess in named(guesses) if guess[1] == 1] == [(layer, 1) for layer in range(NUM_LAYERS)]
+    assert set(predictor.outlook()) == set(LAYERS)
     assert len(guesses) == NUM_LAYERS * EARLY_TIMES * TOP_K
     # What it said early is not what it says of the block: those codes come with the proposal.
     predictor.drafted(None)
