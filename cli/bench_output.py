@@ -106,7 +106,8 @@ def condition_lines(facts: Mapping[str, Any], repetitions: int) -> list[str]:
         f"model: {facts['model']} {facts['model_digest'][:16]}, {facts['layout']} layout",
         f"quantisation: {facts['quantisation']}",
         f"budget: {size(facts['budget_bytes'])}, planned {size(facts['planned_bytes'])}, {experts}",
-        f"machine: {facts['machine']}, {facts['backend']}, {cpus}, {size(facts['memory_bytes'])}",
+        f"machine: {facts['machine']}, {facts['backend']}, {facts['kernels']} kernels, {cpus}, "
+        f"{size(facts['memory_bytes'])}",
         f"versions: flashnext {facts['flashnext']}, mlx {facts['mlx']}, Python {facts['python']}",
         f"page cache: {facts['page_cache']}, {facts['page_cache_how']}; disk: {facts['disk']}",
         f"prompts: {facts['prompt_set']}; {facts['sampling']}; median of {repetitions} after one not counted",

@@ -135,13 +135,13 @@ def install(engine: Engine, tables: tuple[Table, Table]) -> None:
 
 def _replace(moe: Any, layer: int, true: Table, early: Table, at: list[int]) -> None:
     plain_early = moe.early_route
-    router = moe._router
+    logits = moe._router._logits
 
     def rows(table: Table) -> mx.array:
         return mx.array([table[(at[0] + row) % len(table)][layer] for row in range(at[1])], mx.int32)
 
     def route(x_TD: mx.array) -> tuple[mx.array, mx.array]:
-        probability_TE = mx.softmax(router(x_TD).astype(mx.float32), axis=-1)
+        probability_TE = mx.softmax(logits(x_TD).astype(mx.float32), axis=-1)
         (ids_TK,) = mx.depends([rows(true)], [probability_TE])
         weights_TK = mx.take_along_axis(probability_TE, ids_TK, axis=-1)
         return ids_TK, weights_TK / weights_TK.sum(axis=-1, keepdims=True)

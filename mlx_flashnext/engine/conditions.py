@@ -26,6 +26,7 @@ class Conditions:
         model_digest: identity of the checkpoint.
         quantisation: of experts and trunk.
         machine: processor or device, system.
+        kernels: `fused` where pieces of a pass are replayed, else `plain`.
         num_cpus: processors this process may use.
         budget_bytes: the memory target.
         planned_bytes: what the plan uses of it.
@@ -46,6 +47,7 @@ class Conditions:
     quantisation: str
     machine: str
     backend: str
+    kernels: str
     num_cpus: int
     memory_bytes: int
     budget_bytes: int
@@ -99,6 +101,7 @@ def conditions_of(
         quantisation=quantisation_of(checkpoint),
         machine=f"{machine.name}, {platform.system()} {platform.release()}",
         backend=machine.backend,
+        kernels=machine.kernels,
         num_cpus=usable_cpus(),
         memory_bytes=machine.total_bytes,
         budget_bytes=plan.budget_bytes,

@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from drafter.api import MAX_PROPOSALS
+from drafter.reasons import shown
 from expert_store.published import publish
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import usable_cpus, version_of
@@ -182,7 +183,7 @@ class KeptTables:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise _Unusable(f"it is damaged: {str(error)[:_WORDS_MAX]}") from error
         if (document.format, document.version) != (FORMAT, VERSION):
-            raise _Unusable(f"it is {document.format[:40]!r} version {document.version}")
+            raise _Unusable(f"it is {shown(document.format)!r} version {shown(document.version)}")
         if document.model_digest != self._key.model_digest:
             raise _Unusable("it was written for another checkpoint")
         for run in document.runs[:MOST_RUNS]:
@@ -218,8 +219,8 @@ def open_kept_tables(
     if directory is not None and plan.draft != "none":
         path = directory / f"{checkpoint.digest[:32]}.drafting.json"
     where = (
-        f"{machine.name}, {machine.backend}, {usable_cpus()} processors, {machine.total_bytes / GIB:.0f} GiB"
-        f", {plan.num_readers} readers, mlx {version_of('mlx')}"
+        f"{machine.name}, {machine.backend}, {machine.kernels} kernels, {usable_cpus()} processors, "
+        f"{machine.total_bytes / GIB:.0f} GiB, {plan.num_readers} readers, mlx {version_of('mlx')}"
     )
     share = plan.slots_per_layer / plan.num_experts
     key = TablesKey(checkpoint.digest, plan.draft, draft_digest, plan.hints, where[:_WORDS_MAX], share)

@@ -5,6 +5,7 @@ show (that the wired limit helps, what a synchronisation costs) is marked where 
 here follow the Metal backend's documented limits and are never measured on this project's Linux machines.
 """
 
+import os
 import platform
 import resource
 import sys
@@ -14,6 +15,14 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 import psutil
+
+from mlx_flashnext.model.traced import replay_pieces
+
+FUSE_VARIABLE = "FLASHNEXT_FUSE"
+"""Set to anything, the CPU backend replays too. It calls g++ for each fused kernel at its first use: 25 of
+them for an answer of the demo, 15 s once per machine, kept under the folder for temporary files, where it
+neither waits for a second process that builds the same one nor asks who has put a file there. So not unless
+asked."""
 
 _STATUS = Path("/proc/self/status")
 
@@ -32,6 +41,7 @@ class Machine:
         max_buffer_bytes: the largest single array; None when the backend states no limit.
         imports_bytes: resident size of this process once everything is imported and nothing is loaded.
         cache_bytes: what MLX may keep of freed buffers.
+        replays: whether pieces of a pass are replayed as fused kernels (`model/traced.py`).
     """
 
     name: str
@@ -42,6 +52,7 @@ class Machine:
     max_buffer_bytes: int | None
     imports_bytes: int
     cache_bytes: int
+    replays: bool = True
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -60,6 +71,11 @@ class Machine:
         there and show progress every few seconds.
         """
         return 512 if self.backend == "metal" else 64
+
+    @property
+    def kernels(self) -> Literal["fused", "plain"]:
+        """Return what a pass runs, in a word."""
+        return "fused" if self.replays else "plain"
 
     def ceiling_bytes(self) -> int:
         """Return the most this process may plan for: what keeps the machine itself alive.
@@ -117,6 +133,7 @@ def detect_machine() -> Machine:
         max_buffer_bytes=None if largest is None else int(largest),
         imports_bytes=resident_bytes(),
         cache_bytes=(256 if on_metal else 8) * MIB,
+        replays=on_metal or bool(os.environ.get(FUSE_VARIABLE)),
     )
 
 
@@ -166,10 +183,8 @@ def mac_of(total_gib: int) -> Machine:
 def prepare_device(machine: Machine, planned_bytes: int) -> None:
     """Set MLX's process-wide limits for a plan. Call once, before anything is allocated."""
     mx.set_cache_limit(machine.cache_bytes)
+    replay_pieces(machine.replays)
     if machine.backend == "cpu":
-        # Fused shapes would call g++ at first use; compiled and plain results are bitwise equal on this
-        # backend.
-        mx.disable_compile()
         return
     # Slot banks live outside any module tree, so nobody else wires them. Effect to be shown on a Mac.
     limit = (

@@ -18,6 +18,7 @@ Source: qwen4exp.md 2.4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -104,9 +105,26 @@ class GatedDeltaNet:
             y_TD, and the state after the block.
         """
         del position
+        y_TD, *left = self.mix(x_TD, state.recurrent, state.conv_window, is_revocable)
+        return y_TD, staged(state, left)
+
+    def mix(
+        self, x_TD: mx.array, recurrent: mx.array, history: mx.array, is_revocable: bool
+    ) -> tuple[mx.array, ...]:
+        """Mix a block of positions: a pure function of arrays (see `traced.py`).
+
+        Args:
+            x_TD: Sublayer input.
+            recurrent: The recurrence before the block.
+            history: Rows that entered the convolution before it.
+            is_revocable: Keep what it takes to return to any row.
+
+        Returns:
+            y_TD, then what `staged` takes.
+        """
         config, dtype, T = self._config, x_TD.dtype, x_TD.shape[0]
         heads, width = config.linear_num_key_heads, config.linear_key_head_dim
-        mixed_TC, window = self._conv(self._qkv(x_TD), state.conv_window)
+        mixed_TC, window = self._conv(self._qkv(x_TD), history)
         mixed_TC = mixed_TC.astype(dtype)
         mixed_TC = (mixed_TC * mx.sigmoid(mixed_TC)).astype(mx.float32)
         q, k, v = mx.split(mixed_TC, [config.linear_key_dim, 2 * config.linear_key_dim], axis=-1)
@@ -118,15 +136,24 @@ class GatedDeltaNet:
         step_Tj = mx.logaddexp(self._a(x_TD).astype(mx.float32) + self._dt_bias_j, 0.0)
         gamma_Tj = mx.exp(self._decay_j * step_Tj)
         inputs = [q_Thk, k_Thk, v_Tjv, gamma_Tj, beta_Tj]
-        o_Tjv, states = recur(inputs, state.recurrent, GDN_STEP_ROWS if is_revocable else GDN_ROWS)
+        o_Tjv, states = recur(inputs, recurrent, GDN_STEP_ROWS if is_revocable else GDN_ROWS)
         y_Tjv = mx.fast.rms_norm(o_Tjv, self._norm_v, config.rms_norm_eps)
         y_Tjv = y_Tjv * mx.sigmoid(self._z(x_TD).astype(mx.float32)).reshape(y_Tjv.shape)
         y_TD = self._out(y_Tjv.reshape(T, -1).astype(dtype))
-        final = GdnState(states[-1], rows_before(window, window.shape[0], state.conv_window.shape[0]))
+        final = (states[-1], rows_before(window, window.shape[0], history.shape[0]))
         if not is_revocable:
-            return y_TD, Staged(final)
-        starts = (state.recurrent, *states[:-1])
-        return y_TD, Staged(final, GdnJournal(starts, window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
+            return (y_TD, *final)
+        return (y_TD, *final, window, k_Thk, v_Tjv, gamma_Tj, beta_Tj, *states[:-1])
+
+
+def staged(state: GdnState, left: Sequence[mx.array]) -> Staged[GdnState]:
+    """Return what a block left: `left` is what `GatedDeltaNet.mix` returned beside y_TD, from `state` on."""
+    recurrent, history, *journal = left
+    final = GdnState(recurrent, history)
+    if not journal:
+        return Staged(final)
+    window, k_Thk, v_Tjv, gamma_Tj, beta_Tj, *starts = journal
+    return Staged(final, GdnJournal((state.recurrent, *starts), window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
 
 
 def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.array, list[mx.array]]:

@@ -62,6 +62,13 @@ class HyperConnection(HyperRead):
         inject_TG = 2.0 * mx.sigmoid(self._inject(unit_TW) / self._streams)
         return self._mix(unit_TGD, unit_TW), inject_TG
 
+    def write_and_read(
+        self, stack_TGD: mx.array, y_TD: mx.array, inject_TG: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the stack with another sublayer's output added, and what `read` makes of it."""
+        stack_TGD = self.write(stack_TGD, y_TD, inject_TG)
+        return stack_TGD, *self.read(stack_TGD)
+
     @staticmethod
     def write(stack_TGD: mx.array, y_TD: mx.array, inject_TG: mx.array) -> mx.array:
         """Return the stack with the sublayer's output added to each stream by its weight."""

@@ -15,12 +15,20 @@ import mlx.core as mx
 from mlx_flashnext.config import LayerKind, ModelConfig
 from mlx_flashnext.layer_state import GdnState, LayerState, QsaState, Staged
 from mlx_flashnext.model.gdn import GatedDeltaNet
+from mlx_flashnext.model.gdn import staged as gdn_staged
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperConnection
 from mlx_flashnext.model.moe import Early, ExpertProvider, LookAhead, MixtureOfExperts
-from mlx_flashnext.model.qsa import SparseAttention
+from mlx_flashnext.model.qsa import Projected, SparseAttention
 from mlx_flashnext.model.rope import Rope
+from mlx_flashnext.model.traced import traced
 from mlx_flashnext.model.weight_source import WeightSource
+
+
+@traced
+def written(stack_TGD: mx.array, y_TD: mx.array, inject_TG: mx.array) -> mx.array:
+    """Return the stack with a sublayer's output added."""
+    return HyperConnection.write(stack_TGD, y_TD, inject_TG)
 
 
 class DecoderLayer:
@@ -50,12 +58,16 @@ class DecoderLayer:
         sync: HostSync,
     ) -> None:
         self._attn_hyper = HyperConnection(config, weights, f"{name}.attn_hyper_connection")
+        self._mlp_hyper = HyperConnection(config, weights, f"{name}.mlp_hyper_connection")
+        self._read, self._between = traced(self._attn_hyper.read), traced(self._mlp_hyper.write_and_read)
+        self._look = traced(self._mlp_hyper.__call__)
         self._gdn = self._qsa = None
         if kind == "gdn":
             self._gdn = GatedDeltaNet(config, weights, f"{name}.linear_attn")
+            self._recur = traced(self._gdn.mix)
         else:
             self._qsa = SparseAttention(config, weights, f"{name}.self_attn", rope)
-        self._mlp_hyper = HyperConnection(config, weights, f"{name}.mlp_hyper_connection")
+            self._project, self._close = traced(self._qsa.project), traced(self._qsa.close)
         self._moe = MixtureOfExperts(config, weights, f"{name}.mlp", layer, experts, sync)
 
     def __call__(
@@ -79,22 +91,21 @@ class DecoderLayer:
         Returns:
             The stack and the state after the layer.
         """
-        mixed_TD, inject_TG = self._attn_hyper.read(stack_TGD)
+        mixed_TD, inject_TG = self._read(stack_TGD)
         y_TD, staged = self._mix(mixed_TD, state, position, is_revocable)
         # Untied, the new states would be computed last of all and keep every layer's block alive till then.
         (y_TD,) = mx.depends([y_TD], staged.arrays())
-        stack_TGD = HyperConnection.write(stack_TGD, y_TD, inject_TG)
-        mixed_TD, inject_TG = self._mlp_hyper.read(stack_TGD)
+        stack_TGD, mixed_TD, inject_TG = self._between(stack_TGD, y_TD, inject_TG)
         early = [Early(index, who.guess(index, later, stack_TGD)) for who, index, later in ahead]
-        return HyperConnection.write(stack_TGD, self._moe(mixed_TD, early), inject_TG), staged
+        return written(stack_TGD, self._moe(mixed_TD, early), inject_TG), staged
 
     def early_read(self, stack_TGD: mx.array) -> mx.array:
         """Return x_TD as this layer would read an earlier stack for its experts, without its attention."""
-        return self._mlp_hyper(stack_TGD)
+        return self._look(stack_TGD)
 
     def early_route(self, stack_TGD: mx.array, num_ids: int | None = None) -> mx.array:
         """Guess this layer's experts from an earlier stack: its own read and its own router, ids_TK."""
-        return self._moe.early_route(self._mlp_hyper(stack_TGD), num_ids)
+        return self._moe.early_route(self._look(stack_TGD), num_ids)
 
     def attention_mix(self, stack_TGD: mx.array) -> mx.array:
         """Return x_TD as this layer's attention would read the stack."""
@@ -119,7 +130,10 @@ class DecoderLayer:
     ) -> tuple[mx.array, Staged]:
         if self._gdn is not None:
             assert isinstance(state, GdnState)
-            return self._gdn(x_TD, state, position, is_revocable=is_revocable)
+            y_TD, *left = self._recur(x_TD, state.recurrent, state.conv_window, is_revocable)
+            return y_TD, gdn_staged(state, left)
         assert self._qsa is not None
         assert isinstance(state, QsaState)
-        return self._qsa(x_TD, state, position, is_revocable=is_revocable)
+        projected = Projected(*self._project(x_TD))
+        o_Thd, staged = self._qsa.attend(projected, state, position, is_revocable=is_revocable)
+        return self._close(o_Thd, projected.gate), staged

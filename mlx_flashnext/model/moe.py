@@ -27,6 +27,7 @@ import mlx.core as mx
 from mlx_flashnext.config import ModelConfig
 from mlx_flashnext.model.host import HostSync, to_host
 from mlx_flashnext.model.select import select_top
+from mlx_flashnext.model.traced import traced
 from mlx_flashnext.model.weight_source import WeightSource
 
 if TYPE_CHECKING:
@@ -91,6 +92,77 @@ class ExpertProvider(Protocol):
         ...
 
 
+class Router:
+    """Chooses experts (E1). Its methods are pure functions of arrays.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N.mlp`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
+        self._config = config
+        self._logits = weights.linear(f"{name}.gate", config.num_experts, config.hidden_size)
+
+    def route(self, x_TD: mx.array) -> tuple[mx.array, mx.array]:
+        """Choose experts for every position.
+
+        Returns:
+            ids_TK: int32, ascending. weights_TK: float32, aligned with the ids.
+        """
+        probability_TE, ids_TK = self._choose(x_TD, self._config.num_experts_per_tok)
+        weights_TK = mx.take_along_axis(probability_TE, ids_TK, axis=-1)
+        if self._config.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
+        return ids_TK, weights_TK
+
+    def early(self, x_TD: mx.array, num_ids: int) -> mx.array:
+        """Return the ids that would be chosen of an input that will not come, the likeliest first.
+
+        Args:
+            x_TD: The input.
+            num_ids: How many to return.
+        """
+        probability_TE, ids_TN = self._choose(x_TD, num_ids)
+        order_TN = mx.argsort(-mx.take_along_axis(probability_TE, ids_TN, axis=-1), axis=-1)
+        return mx.take_along_axis(ids_TN, order_TN, axis=-1)
+
+    def _choose(self, x_TD: mx.array, num_ids: int) -> tuple[mx.array, mx.array]:
+        # Logits are rounded to the compute type first, as in the reference: that is where ties come from.
+        probability_TE = mx.softmax(self._logits(x_TD).astype(mx.float32), axis=-1)
+        return probability_TE, select_top(probability_TE, num_ids)
+
+
+class SharedExpert:
+    """The expert that every position visits, behind a gate of its own.
+
+    Args:
+        config: Model geometry.
+        weights: Where the weights come from.
+        name: Canonical prefix, `layers.N.mlp`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
+        hidden, width = config.hidden_size, config.shared_expert_intermediate_size
+        self._share = weights.linear(f"{name}.shared_expert_gate", 1, hidden)
+        self._gate = weights.linear(f"{name}.shared_expert.gate_proj", width, hidden)
+        self._up = weights.linear(f"{name}.shared_expert.up_proj", width, hidden)
+        self._down = weights.linear(f"{name}.shared_expert.down_proj", hidden, width)
+
+    def __call__(self, x_TD: mx.array) -> mx.array:
+        """Return y_TD."""
+        gate_TM = self._gate(x_TD)
+        y_TD = self._down(gate_TM * mx.sigmoid(gate_TM) * self._up(x_TD))
+        return mx.sigmoid(self._share(x_TD)) * y_TD
+
+
+@traced
+def combined(weights_TK: mx.array, y_TKD: mx.array, shared_TD: mx.array) -> mx.array:
+    """Return y_TD of a mixture: its pairs by their weights, and the shared expert (E2)."""
+    return (weights_TK[..., None] * y_TKD).sum(axis=1).astype(shared_TD.dtype) + shared_TD
+
+
 class MixtureOfExperts:
     """The second sublayer of every layer.
 
@@ -116,12 +188,9 @@ class MixtureOfExperts:
         self._layer = layer
         self._experts = experts
         self._sync = sync
-        hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
-        self._router = weights.linear(f"{name}.gate", config.num_experts, hidden)
-        self._shared_gate = weights.linear(f"{name}.shared_expert_gate", 1, hidden)
-        self._gate = weights.linear(f"{name}.shared_expert.gate_proj", shared, hidden)
-        self._up = weights.linear(f"{name}.shared_expert.up_proj", shared, hidden)
-        self._down = weights.linear(f"{name}.shared_expert.down_proj", hidden, shared)
+        self._router = router = Router(config, weights, name)
+        self._route, self._early = traced(router.route), traced(router.early)
+        self._shared = traced(SharedExpert(config, weights, name).__call__)
 
     def __call__(self, x_TD: mx.array, early: Sequence[Early] = ()) -> mx.array:
         """Return y_TD of a block of positions.
@@ -140,22 +209,11 @@ class MixtureOfExperts:
             shared_TD = self._shared(x_TD)
             mx.async_eval(shared_TD)
             y_TKD = self._experts.run(self._layer, x_TD, self._read_back(read_TJ, ids_TK.shape[1], early))
-        routed_TD = (weights_TK[..., None] * y_TKD).sum(axis=1)
-        return routed_TD.astype(x_TD.dtype) + shared_TD
+        return combined(weights_TK, y_TKD, shared_TD)
 
     def route(self, x_TD: mx.array) -> tuple[mx.array, mx.array]:
-        """Choose experts for every position.
-
-        Returns:
-            ids_TK: int32, ascending. weights_TK: float32, aligned with the ids.
-        """
-        # Logits are rounded to the compute type first, as in the reference: that is where ties come from.
-        probability_TE = mx.softmax(self._router(x_TD).astype(mx.float32), axis=-1)
-        ids_TK = select_top(probability_TE, self._config.num_experts_per_tok)
-        weights_TK = mx.take_along_axis(probability_TE, ids_TK, axis=-1)
-        if self._config.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
-        return ids_TK, weights_TK
+        """Choose experts for every position; see `Router.route`."""
+        return self._route(x_TD)
 
     def early_route(self, x_TD: mx.array, num_ids: int | None = None) -> mx.array:
         """Return the ids this layer would choose of an input it will not get, the likeliest first.
@@ -164,10 +222,7 @@ class MixtureOfExperts:
             x_TD: The input.
             num_ids: How many to return; None for as many as it chooses.
         """
-        probability_TE = mx.softmax(self._router(x_TD).astype(mx.float32), axis=-1)
-        ids_TK = select_top(probability_TE, num_ids or self._config.num_experts_per_tok)
-        order_TK = mx.argsort(-mx.take_along_axis(probability_TE, ids_TK, axis=-1), axis=-1)
-        return mx.take_along_axis(ids_TK, order_TK, axis=-1)
+        return self._early(x_TD, num_ids or self._config.num_experts_per_tok)
 
     def with_experts(self, experts: ExpertProvider) -> MixtureOfExperts:
         """Return the same weights over another provider of experts."""
@@ -186,8 +241,3 @@ class MixtureOfExperts:
             self._experts.expect(layer, [row[begin:end] for row in rows])
             begin = end
         return [row[:top_k] for row in rows]
-
-    def _shared(self, x_TD: mx.array) -> mx.array:
-        gate_TM = self._gate(x_TD)
-        y_TD = self._down(gate_TM * mx.sigmoid(gate_TM) * self._up(x_TD))
-        return mx.sigmoid(self._shared_gate(x_TD)) * y_TD

@@ -23,6 +23,7 @@ Source: qwen4exp.md 2.5, statements 11 to 16.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -65,22 +66,40 @@ class QsaJournal:
         return [self.window]
 
 
+class Projected(NamedTuple):
+    """What a block is multiplied to before its place in the sequence matters.
+
+    Attributes:
+        queries: q_hTd, normalised.
+        gate: [T, h, d], before the sigmoid.
+        keys: k_gTd, normalised.
+        values: v_gTd.
+        index_queries: [T, i * c], raw.
+        index_keys: [T, c], raw.
+    """
+
+    queries: mx.array
+    gate: mx.array
+    keys: mx.array
+    values: mx.array
+    index_queries: mx.array
+    index_keys: mx.array
+
+
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The buffers with a block in them, the block's raw index queries, and the state after it.
+    """The buffers with a block in them, and the state after it.
 
     Attributes:
         keys: [g, N, d].
         values: [g, N, d].
         pooled: [B, c] of all complete blocks, or more.
-        index_queries: [T, i * c].
         staged: The state after the block.
     """
 
     keys: mx.array
     values: mx.array
     pooled: mx.array
-    index_queries: mx.array
     staged: Staged[QsaState]
 
 
@@ -127,17 +146,45 @@ class SparseAttention:
         Returns:
             y_TD, and the state after the block.
         """
+        projected = Projected(*self.project(x_TD))
+        o_Thd, staged = self.attend(projected, state, position, is_revocable=is_revocable)
+        return self.close(o_Thd, projected.gate), staged
+
+    def project(self, x_TD: mx.array) -> tuple[mx.array, ...]:
+        """Return the fields of `Projected`: a pure function of arrays (see `traced.py`)."""
         config, T = self._config, x_TD.shape[0]
-        cache = self._append(x_TD, state, position, is_revocable)
         q_gate = self._q(x_TD).reshape(T, config.num_attention_heads, 2, config.head_dim)
-        q_hTd = self._rope(self._q_norm(q_gate[:, :, 0]).swapaxes(0, 1), position)
+        k_Tgd = self._k(x_TD).reshape(T, config.num_key_value_heads, config.head_dim)
+        v_Tgd = self._v(x_TD).reshape(T, config.num_key_value_heads, config.head_dim)
+        index_qk = self._index_qk(x_TD)
+        split = config.indexer_n_heads * config.indexer_head_dim
+        return Projected(
+            queries=self._q_norm(q_gate[:, :, 0]).swapaxes(0, 1),
+            gate=q_gate[:, :, 1],
+            keys=self._k_norm(k_Tgd).swapaxes(0, 1),
+            values=v_Tgd.swapaxes(0, 1),
+            index_queries=index_qk[:, :split],
+            index_keys=index_qk[:, split:],
+        )
+
+    def close(self, o_Thd: mx.array, gate_Thd: mx.array) -> mx.array:
+        """Return y_TD of attention's outputs: a pure function of arrays."""
+        return self._o((o_Thd * mx.sigmoid(gate_Thd)).reshape(o_Thd.shape[0], -1))
+
+    def attend(
+        self, projected: Projected, state: QsaState, position: int, *, is_revocable: bool
+    ) -> tuple[mx.array, Staged[QsaState]]:
+        """Return o_Thd, before gate and output projection, and the state after the block; see `__call__`."""
+        config, T = self._config, projected.gate.shape[0]
+        cache = self._append(projected, state, position, is_revocable)
+        q_hTd = self._rope(projected.queries, position)
         outputs: list[mx.array] = []
         num_dense = max(0, min(T, config.max_dense_tokens - position))
         for first, end in row_blocks(0, num_dense, QSA_DENSE_ROWS):
             q_hRd = after(outputs, q_hTd[:, first:end])
             outputs.append(self._attend_all(q_hRd, cache.keys, cache.values, position + end))
         if num_dense < T:
-            index_q_Tic = cache.index_queries.reshape(T, config.indexer_n_heads, -1)
+            index_q_Tic = projected.index_queries.reshape(T, config.indexer_n_heads, -1)
             index_q_iTc = self._rope(self._index_q_norm(index_q_Tic).swapaxes(0, 1), position).astype(
                 mx.float32
             )
@@ -147,9 +194,7 @@ class SparseAttention:
                 outputs.append(
                     self._attend_to(q_hTd[:, first:end], cache.keys, cache.values, tokens_RA, is_seen_RA)
                 )
-        o_Thd = joined(outputs)
-        y_TD = self._o((o_Thd * mx.sigmoid(q_gate[:, :, 1])).reshape(T, -1))
-        return y_TD, cache.staged
+        return joined(outputs), cache.staged
 
     def extend(self, x_TD: mx.array, state: QsaState, position: int) -> Staged[QsaState]:
         """Cache a block of positions without attending from any; see `__call__`.
@@ -157,24 +202,19 @@ class SparseAttention:
         Returns:
             The state after the block, the same as if it had been attended from.
         """
-        return self._append(x_TD, state, position, is_revocable=False).staged
+        return self._append(Projected(*self.project(x_TD)), state, position, is_revocable=False).staged
 
-    def _append(self, x_TD: mx.array, state: QsaState, position: int, is_revocable: bool) -> _Cache:
+    def _append(self, projected: Projected, state: QsaState, position: int, is_revocable: bool) -> _Cache:
         """Put a block's keys, values and index keys into the buffers."""
-        config, T = self._config, x_TD.shape[0]
-        k_Tgd = self._k(x_TD).reshape(T, config.num_key_value_heads, config.head_dim)
-        k_gTd = self._rope(self._k_norm(k_Tgd).swapaxes(0, 1), position)
-        v_gTd = self._v(x_TD).reshape(T, config.num_key_value_heads, config.head_dim).swapaxes(0, 1)
-        keys_gNd = state.keys.write(k_gTd, position)
-        values_gNd = state.values.write(v_gTd, position)
-
-        index_qk = self._index_qk(x_TD)
-        split = config.indexer_n_heads * config.indexer_head_dim
-        window = mx.concatenate([state.open_keys, index_qk[:, split:]])
+        T = projected.gate.shape[0]
+        keys_gNd = state.keys.write(self._rope(projected.keys, position), position)
+        values_gNd = state.values.write(projected.values, position)
+        window = mx.concatenate([state.open_keys, projected.index_keys])
         pooled_Bc, open_keys = self._pool(window, state, position)
         final = replace(state, open_keys=open_keys)
-        journal = QsaJournal(final, window, T, config.indexer_compress_ratio) if is_revocable else None
-        return _Cache(keys_gNd, values_gNd, pooled_Bc, index_qk[:, :split], Staged(final, journal))
+        ratio = self._config.indexer_compress_ratio
+        journal = QsaJournal(final, window, T, ratio) if is_revocable else None
+        return _Cache(keys_gNd, values_gNd, pooled_Bc, Staged(final, journal))
 
     def _pool(self, window: mx.array, state: QsaState, position: int) -> tuple[mx.array, mx.array]:
         """Pool the blocks that this call completes.

@@ -81,7 +81,7 @@ class _MaskSpy:
     calls: list[np.ndarray] = field(default_factory=list)
 
     def install(self, stack: ExitStack) -> None:
-        call, choose = SparseAttention.__call__, SparseAttention._choose
+        attend, choose = SparseAttention.attend, SparseAttention._choose
         chosen: list[tuple[int, np.ndarray, np.ndarray]] = []
 
         def spied_choose(layer, index_q, pooled, position):
@@ -89,10 +89,10 @@ class _MaskSpy:
             chosen.append((position, np.array(tokens), np.array(is_seen)))
             return tokens, is_seen
 
-        def spied_call(layer, x, state, position, **options):
+        def spied_attend(layer, projected, state, position, **options):
             chosen.clear()
-            result = call(layer, x, state, position, **options)
-            mask = np.tril(np.ones((position + x.shape[0],) * 2, bool))[position:]
+            result = attend(layer, projected, state, position, **options)
+            mask = np.tril(np.ones((position + projected.gate.shape[0],) * 2, bool))[position:]
             for first, tokens, is_seen in chosen:
                 for row in range(tokens.shape[0]):
                     mask[first - position + row] = False
@@ -100,7 +100,7 @@ class _MaskSpy:
             self.calls.append(mask)
             return result
 
-        stack.enter_context(mock.patch.object(SparseAttention, "__call__", spied_call))
+        stack.enter_context(mock.patch.object(SparseAttention, "attend", spied_attend))
         stack.enter_context(mock.patch.object(SparseAttention, "_choose", spied_choose))
 
 
