@@ -62,20 +62,24 @@ def note_build(directory: Path, kind: Kind, source: str) -> None:
 
 def noted_builds() -> list[Build]:
     """Return what is still there, by path. Notes of what was deleted go too, unless its drive is away."""
-    found: list[Build] = []
     folder = builds()
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        note = _read(path)
-        if note is None:
-            continue
-        place = Path(note.directory)
+    noted = map(noted_build, folder.glob("*.json") if folder.is_dir() else ())
+    return sorted((build for build in noted if build is not None), key=lambda build: build.directory)
+
+
+def noted_build(path: Path) -> Build | None:
+    """Return the build of a note, None if it is gone or the file is no note of one."""
+    note = _read(path)
+    if note is None:
+        return None
+    place = Path(note.directory)
+    with contextlib.suppress(OSError):  # a name that no directory can have, one that may not be looked into
         if place.is_dir():
             sizes = (file.stat().st_size for file in place.iterdir() if file.is_file())
-            found.append(Build(place, note.kind, note.source, sum(sizes), trouble_of(place)))
-        elif place.parent.is_dir():
-            with contextlib.suppress(OSError):
-                path.unlink()
-    return sorted(found, key=lambda build: build.directory)
+            return Build(place, note.kind, note.source, sum(sizes), trouble_of(place))
+        if place.parent.is_dir():
+            path.unlink()
+    return None
 
 
 def _read(path: Path) -> _Note | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, code_of_reading
+from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, code_of, code_of_reading
+from drafter.reasons import shown
 from mlx_flashnext.regular_file import read_regular
 
 FORMAT = "flashnext-chat"
@@ -72,7 +73,9 @@ def save_transcript(path: Path, transcript: Transcript) -> None:
                 raise
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or error
-        raise CommandError(f"Cannot save to {path}: {reason}", hint="choose another place") from error
+        raise CommandError(
+            f"Cannot save to {path}: {reason}", hint="choose another place", code=code_of(error)
+        ) from error
 
 
 def read_transcript(path: Path) -> Transcript:
@@ -101,7 +104,7 @@ def read_transcript(path: Path) -> Transcript:
         )
     if transcript.version != VERSION:
         raise CommandError(
-            f"{path} has version {transcript.version}, this flashnext reads version {VERSION}",
+            f"{path} has version {shown(transcript.version)}, this flashnext reads version {VERSION}",
             hint="use the flashnext that wrote it",
             code=INCOMPATIBLE,
         )

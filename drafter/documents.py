@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,13 +20,22 @@ from drafter.files import NO_PLAIN_FILE, read_regular
 from drafter.reasons import one_line, shown
 
 MAX_BYTES = 1 << 20
+_MESSAGE_MAX = 500
+_WORD_KEPT = 80
+_LONG_WORD = re.compile(r"\S{160,}")
 
 
 class DocumentRefused(Exception):
     """The bytes are not one plain JSON object; the message is one line, however long what was wrong is."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= 500 else message[:497] + "...")
+        super().__init__(brief(message))
+
+
+def brief(message: str) -> str:
+    """Return a message for people: parsers repeat names and numbers of strangers, whatever their length."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:_WORD_KEPT]}...", one_line(message))
+    return text if len(text) <= _MESSAGE_MAX else f"{text[: _MESSAGE_MAX - 3]}..."
 
 
 class VersionRefused(DocumentRefused):
@@ -41,7 +51,7 @@ def unusable(what: str, error: Exception, *, hint: str) -> DrafterError:
         hint: what would help.
     """
     kind = ForeignDocument if isinstance(error, VersionRefused) else DamagedDocument
-    return kind(f"{what}: {one_line(str(error))}", hint=hint)
+    return kind(f"{what}: {brief(str(error))}", hint=hint)
 
 
 def parse_object(data: bytes, name: str, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:

@@ -22,7 +22,11 @@ threads are delivered to the waiter of the read, never logged and dropped.
 
 from __future__ import annotations
 
-from typing import Self
+import re
+from typing import Final, Self
+
+_SHOWN_MAX: Final = 120
+_LONG_WORD: Final = re.compile(r"\S{200,}")
 
 
 class StoreError(Exception):
@@ -54,6 +58,18 @@ class StoreError(Exception):
         copy = type(self)(self.message, hint=self.hint, **self.context)
         copy.__cause__ = self
         return copy
+
+
+def brief(message: str, most: int) -> str:
+    """Return a message of at most so many characters, whose words a stranger cannot make long either."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_MAX]}...", message)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shown(value: object) -> str:
+    """Return a value out of a file for a message: `repr`, cut where a stranger made it long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 def _rebuild(kind: type[StoreError], message: str, hint: str, context: dict[str, object]) -> StoreError:

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from expert_store.errors import CheckpointCorrupt, PackVersionUnsupported
+from expert_store.errors import CheckpointCorrupt, PackVersionUnsupported, shown
 from expert_store.layout import RecordLayout, StackedComponent
 from expert_store.safetensors_file import MAX_HEADER_BYTES, TensorInfo, open_regular, read_exactly
 from expert_store.safetensors_header import corrupt, parse_json
@@ -149,13 +149,13 @@ def read_manifest(directory: Path) -> Manifest:
         text = read_exactly(stream, status.st_size, MANIFEST_NAME, 0)
     document = parse_json(text, MANIFEST_NAME)
     if document.get("format") != FORMAT:
-        raise _corrupt(f"Not a pack: {MANIFEST_NAME} has format {document.get('format')!r}")
+        raise _corrupt(f"Not a pack: {MANIFEST_NAME} has format {shown(document.get('format'))}")
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _corrupt(f"Pack has no version: {version!r}")
+        raise _corrupt(f"Pack has no version: {shown(version)}")
     if version > VERSION:
         raise PackVersionUnsupported(
-            f"The pack has version {version}, this program reads up to {VERSION}",
+            f"The pack has version {shown(version)}, this program reads up to {VERSION}",
             hint="upgrade flashnext, or make the pack again",
             version=version,
         )
@@ -165,7 +165,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise _corrupt(f"Manifest is malformed: {error}") from error
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name):
-            raise _corrupt(f"Manifest lists a file that is not a plain name: {file.name!r}", file=file.name)
+            raise _corrupt(
+                f"Manifest lists a file that is not a plain name: {shown(file.name)}", file=file.name
+            )
     if manifest.computed_identity() != manifest.identity:
         raise _corrupt(
             f"Manifest was altered: its content gives {manifest.computed_identity()[:16]}, "
@@ -200,7 +202,7 @@ def _tensors(layer: PackLayer, table: TensorTable) -> tuple[TensorInfo, ...]:
         raise _corrupt(f"Manifest gives {where} {layer.num_experts} records of {len(layer.components)} parts")
     for digest in layer.digests:
         if not _DIGEST.fullmatch(digest):
-            raise _corrupt(f"Manifest gives {where} a digest that is none: {digest!r}")
+            raise _corrupt(f"Manifest gives {where} a digest that is none: {shown(digest)}")
     for component in layer.components:
         if component.length < 1 or min(component.shape, default=1) < 0 or math.prod(component.shape) < 1:
             raise _corrupt(f"{component.name} of {where} has {component.length} bytes, {component.shape}")

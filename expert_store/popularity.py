@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from expert_store.errors import StoreError
+from expert_store.errors import StoreError, brief, shown
 from expert_store.keys import Prefetch, ReadClass
 from expert_store.published import publish
 
@@ -128,7 +128,9 @@ def load_popularity(path: Path, *, model_digest: str, num_experts: Mapping[int, 
     """
     document = _decode(_read(path), path)
     if (document.format, document.version) != (FORMAT, VERSION):
-        raise _unusable(path, f"it is {document.format!r} version {document.version}, not {FORMAT} {VERSION}")
+        raise _unusable(
+            path, f"it is {shown(document.format)} version {shown(document.version)}, not {FORMAT} {VERSION}"
+        )
     if document.model_digest != model_digest:
         raise _unusable(path, "it was written for another checkpoint")
     counts: dict[int, tuple[float, ...]] = {}
@@ -195,7 +197,7 @@ def _checked_counts(entry: _Layer, path: Path) -> tuple[float, ...]:
 
 def _unusable(path: Path, why: str) -> PopularityUnusable:
     return PopularityUnusable(
-        f"No warm start from {path.name}: {why[:400]}",
+        f"No warm start from {path.name}: {brief(why, 400)}",
         hint="it is written anew at the end of this run",
         file=str(path),
     )

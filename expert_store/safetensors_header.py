@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from expert_store.errors import CheckpointCorrupt, SourceFailed
+from expert_store.errors import CheckpointCorrupt, SourceFailed, brief
 
 _METADATA: Final = "__metadata__"
 _FETCH_AGAIN: Final = "the download is incomplete or damaged: fetch this file again"
@@ -150,9 +150,7 @@ def _decode_strict(header: bytes, name: str) -> dict[str, HeaderEntry]:
 
 def corrupt(message: str, *, hint: str = _FETCH_AGAIN, **context: object) -> CheckpointCorrupt:
     """Return the error for files that contradict themselves; names in them may be of any length."""
-    if len(message) > MAX_MESSAGE:
-        message = message[: MAX_MESSAGE - 3] + "..."
-    return CheckpointCorrupt(message, hint=hint, **context)
+    return CheckpointCorrupt(brief(message, MAX_MESSAGE), hint=hint, **context)
 
 
 def failed(error: OSError, name: str, offset: int) -> SourceFailed | CheckpointCorrupt:

@@ -144,7 +144,8 @@ def _inside(directory: Path, root: Path, name: str) -> Path:
         what = "a dangling link" if path.is_symlink() else "missing"
         raise corrupt(f"Shard is {what}: {name}", hint="fetch this file again", file=name) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
-        raise corrupt(f"Shard cannot be resolved: {name}: {error}", file=name) from error
+        reason = getattr(error, "strerror", None) or error
+        raise corrupt(f"Shard cannot be resolved: {name}: {reason}", file=name) from error
     if not real.is_relative_to(root):
         raise corrupt(
             f"File leaves the model folder: {name} -> {real}",

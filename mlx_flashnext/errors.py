@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from expert_store.errors import brief
+
 MAX_MESSAGE: Final = 2000
 """Characters of a message: a value out of a hostile file may have millions."""
 
@@ -22,7 +24,7 @@ class ModelError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str = "", **context: object) -> None:
-        message = message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
+        message = brief(message, MAX_MESSAGE)
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -2,7 +2,8 @@
 
     python -m bench.studies.fuzz_formats [--cases N] [--seed S] [--only NAME]
 
-Cases are those of tests/fuzzing.py; a failure names format, seed and number, which make it again.
+Formats are those of tests/fuzzed_formats.py, cases those of tests/fuzzing.py; a failure names format, seed
+and number, which make it again.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzzing import formats, run_cases
+from tests.fuzzed_formats import formats
+from tests.fuzzing import run_cases
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -373,7 +374,8 @@ def _value(name: str, kind: str, value: object) -> object:
     if kind.startswith("dict") and isinstance(value, dict):
         table = cast("dict[str, object]", value)
         if len(table) <= TEXT_LIMIT and all(type(item) in (int, float) for item in table.values()):
-            return {key: float(cast("float", item)) for key, item in table.items()}
+            with suppress(OverflowError):
+                return {key: float(cast("float", item)) for key, item in table.items()}
     raise DocumentRefused(f"{MANIFEST} has a {name} that cannot be: {shown(value)!r}")
 
 

@@ -34,6 +34,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from drafter.reasons import shown
 from expert_store.simulate import Drive
 from mlx_flashnext.engine.errors import EngineError
 from mlx_flashnext.regular_file import NO_PLAIN_FILE, read_regular
@@ -189,7 +190,9 @@ def parse_machine(data: bytes, path: Path = Path("machine")) -> SimulatedMachine
         raise _unusable(path, str(error)) from None
     if (file.format, file.version) != (FORMAT, VERSION):
         raise _unusable(
-            path, f"it is {file.format!r} version {file.version}, not {FORMAT} {VERSION}", MachineForeign
+            path,
+            f"it is {shown(file.format)!r} version {shown(file.version)}, not {FORMAT} {VERSION}",
+            MachineForeign,
         )
     if not file.name.isprintable():
         raise _unusable(path, "its name has characters that cannot be shown")

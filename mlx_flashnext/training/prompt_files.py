@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from drafter.documents import DocumentRefused, read_document, unusable
-from drafter.reasons import one_line
+from drafter.documents import DocumentRefused, brief, read_document, unusable
 from drafter.train.captures import TEXT_LIMIT
 from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.text.template import ChatTemplate
@@ -90,5 +89,5 @@ def parse_prompts(data: bytes, name: str) -> Iterator[PromptLine]:
             yield msgspec.json.decode(line, type=PromptLine)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(
-                f"Line {number} of {name} is no prompt: {one_line(str(error))}", hint=_HINT
+                f"Line {number} of {name} is no prompt: {brief(str(error))}", hint=_HINT
             ) from None

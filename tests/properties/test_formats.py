@@ -3,7 +3,8 @@
 import pytest
 
 from tests import fuzzing
-from tests.fuzzing import Format, formats, run_cases
+from tests.fuzzed_formats import formats
+from tests.fuzzing import Format, run_cases
 
 CASES = 2000
 NAMES = [
@@ -25,6 +26,12 @@ NAMES = [
     "training run",
     "near map",
     "route sidecar",
+    "draft training",
+    "draft promotion",
+    "draft prompts",
+    "build note",
+    "fit state",
+    "fit state's words",
 ]
 
 
