@@ -210,12 +210,13 @@ class RouteHead:
         self.top_k = top_k
         self.cut = cut
         self._place = {layer: place for place, layer in enumerate(self.layers)}
-        self._layer = np.ascontiguousarray(arrays["layer"], np.float32)
+        self._half_layer = 0.5 * np.asarray(arrays["layer"], np.float32)
         self._heads = np.ascontiguousarray(arrays["heads"].transpose(0, 2, 1), np.float32)
-        self._bias = np.ascontiguousarray(arrays["bias"], np.float32)
         self._seen = np.ascontiguousarray(arrays["seen"], np.float32)
         calibration = np.asarray(arrays["calibration"], np.float32)
-        self._scale, self._shift = (calibration[..., one][:, :, None, None].copy() for one in (0, 1))
+        self._scale = calibration[:, :, None, None, 0].copy()
+        bias = np.asarray(arrays["bias"], np.float32)[None, :, None]
+        self._offset = bias * self._scale + calibration[:, :, None, None, 1]
 
     def log_odds(
         self, codes: NDArray[np.float32], first: int = 0, last: int | None = None, *, is_refreshed: bool
@@ -233,11 +234,13 @@ class RouteHead:
     def log_odds_of(self, codes: NDArray[np.float32], which: slice, stage: str) -> NDArray[np.float32]:
         """Return calibrated log-odds [L', R, E] of codes of one of `STAGES`, of some places."""
         at = STAGES.index(stage)
-        z = codes[None] + self._layer[which, None]
-        scores = np.matmul(z / (1 + np.exp(-np.maximum(z, -_CLIP))), self._heads[which])
-        scores += self._bias[which, None]
+        half = 0.5 * codes + self._half_layer[which, None]
+        gated = np.tanh(half)  # silu(z) = z / 2 (1 + tanh(z / 2))
+        gated += 1
+        gated *= half
+        scores = np.matmul(gated, self._heads[which])
         scores *= self._scale[at, which]
-        scores += self._shift[at, which]
+        scores += self._offset[at, which]
         return scores
 
     def after(
@@ -255,7 +258,7 @@ class RouteHead:
 
     def num_bytes(self) -> int:
         """Return the bytes held."""
-        arrays = (self._layer, self._heads, self._bias, self._seen, self._scale, self._shift)
+        arrays = (self._half_layer, self._heads, self._seen, self._scale, self._offset)
         return sum(array.nbytes for array in arrays)
 
 

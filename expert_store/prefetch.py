@@ -14,6 +14,7 @@ two of four cost it one record's time and keep the drive busy, three cost two, f
 bench/studies/guess_interference.py). With a single reader it waits for the one read on the wire (T3).
 
 What becomes of it. Demanded in a slot: used. Demanded queued or on the wire: joined, exact from then on.
+What waits when its layer has been demanded without it is cancelled, if it was for that demand (near).
 `advance` makes the owner's older guesses stale: queued ones are cancelled, those in slots or on the wire
 become the first entries to leave and earn no credit (T4).
 """
@@ -34,7 +35,8 @@ from expert_store.stats import Fate, HintOutcome
 from expert_store.ticket import Ticket, TicketState
 
 _EXACT: Final = ReadClass.EXACT
-_GUESSES: Final = (ReadClass.NEAR, ReadClass.SPECULATIVE)
+_NEAR: Final = ReadClass.NEAR
+_GUESSES: Final = (_NEAR, ReadClass.SPECULATIVE)
 NO_OUTLOOK: Final[Mapping[int, memoryview]] = MappingProxyType({})
 
 
@@ -183,6 +185,14 @@ class Prefetcher:
         unused = self._unused.get(owner)
         if unused:
             self._give_up([ticket for ticket in unused.values() if ticket.generation < generation])
+
+    def passed(self, layer: int, owner: int) -> None:
+        """Cancel the owner's queued guesses for a demand of a layer that has been made: it did not want them."""
+        if self._waiting[layer]:
+            queued = self._issuing.queue.guesses()
+            self._cancel(
+                [t for t in queued if t.key.layer == layer and t.owner == owner and t.read_class is _NEAR]
+            )
 
     def stop(self) -> None:
         """Refuse hints from now on and make every guess stale."""

@@ -407,6 +407,7 @@ class ExpertStore:
             num_joined = self._dispatcher.issue(shelf, pairs, request, owner, generation)
             counters.num_joined += num_joined
             counters.num_misses += len(missing) - num_joined
+        self._prefetcher.passed(layer, owner)
         return request
 
     def _watch_guesses(self, layer: int, experts: tuple[int, ...], error: SlotsExhausted) -> Watcher:

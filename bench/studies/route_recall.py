@@ -79,7 +79,7 @@ def of_block(
         refreshed[:, layer] = head.log_odds(codes, layer, layer + 1, is_refreshed=True)[0]
     found["sidecar-refreshed"] = refreshed
     if near:
-        found["both"] = averaged(found["near-linear"], found["sidecar"])
+        found["both"] = averaged(found["near-linear"], refreshed)
     return found
 
 

@@ -1,13 +1,12 @@
 """Trained guesses of routes: a draft's route sidecar, a model's near map, or both. Entry: `learned`.
 
     sidecar      before a proposal is made: every layer, for the anchor's row. When it is made: every layer,
-                 for all rows, from the draft's state, ordered by deadline. After layer l has chosen: layer
-                 l + 2 again, from a code that now knows the layers up to l
+                 for all rows, from the draft's state, ordered by deadline. After layer l has chosen: the
+                 next `REFRESHED_LAYERS` again, from codes that now know layer l
     near-linear  while layer l runs: layer l + 2, from the stack
-    both         the sidecar before the pass; within it the near map, whose log-odds of a layer are averaged
-                 with those that the sidecar had of it
+    both         the sidecar far ahead and its refreshed guesses, the near map close by; where both speak of a
+                 layer, their log-odds are averaged
 
-So each layer is scored once within a pass, two layers before its turn, by whoever knows more of it there.
 An expert is named if the chance that any row of the block chooses it reaches the cut, and no more experts of
 a layer than its rows can choose: what lies beyond is overfetch by construction. The chances of all experts
 are said beside (`outlook`): what is hardly wanted makes room.
@@ -31,6 +30,10 @@ from mlx_flashnext.model.moe import LookAhead
 
 EARLY_TIMES: Final = 2
 """Experts named early of a layer, in multiples of those a row chooses: the block's other rows choose too."""
+REFRESHED_LAYERS: Final = 2
+"""Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
+the real model's head has 48 layers of 512 experts. It is done between a layer's request and its wait: where
+that waits for anything, it costs nothing."""
 _SURE: Final = 12.0
 _CHANCES = np.clip(np.arange(CODE_STEPS) / (CODE_STEPS - 1), 1e-5, 1 - 1e-5)
 _LOG_ODDS: Final = np.minimum(np.log(_CHANCES / (1 - _CHANCES)), _SURE).astype(np.float32)
@@ -74,7 +77,8 @@ class Learned:
         self._near, self._head = near, head
         self._place = {} if head is None else {layer: place for place, layer in enumerate(head.layers)}
         self._codes: NDArray[np.float32] | None = None
-        self._far: NDArray[np.float32] | None = None  # [L, T, E] of the block, as it was drafted
+        # [L, T, E]: half of what the near map has said of the block, and what the sidecar's opinion weighs.
+        self._close = self._weight = np.zeros((0, 0, 0), np.float32)
         self._said: dict[int, memoryview] = {}
         self.look_ahead: tuple[LookAhead, ...] = () if near is None else (NearAhead(near),)
         self.wants_routes = head is not None
@@ -95,38 +99,43 @@ class Learned:
     def begin(self, tokens: Sequence[int], position: int) -> Iterable[Guess]:
         """Return the sidecar's guesses of all layers."""
         del position
-        self._far = None
         if self._head is None or self._codes is None:
             return ()
         if len(self._codes) != len(tokens):
             self._codes = None
             return ()
-        self._far = self._head.log_odds(self._codes, is_refreshed=False)
-        return self._named(self._head.layers, self._far, self._head.cut, len(tokens) * self._top_k)
+        scores = self._head.log_odds(self._codes, is_refreshed=False)
+        if self._near is not None:
+            self._close, self._weight = np.zeros_like(scores), np.ones_like(scores)
+        return self._named(self._head.layers, scores, self._head.cut, len(tokens) * self._top_k)
 
     def expect(self, layer: int, ids_TN: Rows) -> Iterable[Guess]:
-        """Return guesses of a layer from what the near map says of it, and the sidecar if it has spoken."""
+        """Take the near map's opinion of a layer; where the sidecar has one too, `routed` names of both."""
         if self._near is None:
             return ()
-        place = self._place.get(layer)
-        log_odds, cut = near_log_odds(ids_TN, self._layers.get(layer, 0)), self._near.cut
-        if self._head is not None and self._far is not None and place is not None:
-            log_odds, cut = averaged(log_odds, self._far[place]), self._head.cut
-        return self._named((layer,), log_odds[None], cut, len(ids_TN) * self._top_k)
+        place = None if self._codes is None else self._place.get(layer)
+        if place is None:
+            log_odds = near_log_odds(ids_TN, self._layers.get(layer, 0))
+            return self._named((layer,), log_odds[None], self._near.cut, len(ids_TN) * self._top_k)
+        rows_TN, experts_TN, log_odds_TN = _said(ids_TN)
+        self._weight[place, rows_TN, experts_TN] = 0.5
+        self._close[place, rows_TN, experts_TN] = 0.5 * log_odds_TN
+        return ()
 
     def routed(self, layer: int, ids_TK: Rows) -> Iterable[Guess]:
-        """Let the sidecar see what a layer chose, and return its guesses of the layer after the next one.
-
-        Where there is a near map that speaks for it, which knows more there.
-        """
-        if self._head is None or self._codes is None or self._near is not None:
+        """Let the sidecar see what a layer chose, and return its guesses of the next layers."""
+        if self._head is None or self._codes is None:
             return ()
         self._codes = self._head.after(self._codes, layer, ids_TK)
-        place = self._place.get(layer + LAYERS_AHEAD)
-        if place is None:
+        first = self._head.place_after(layer)
+        layers = self._head.layers[first : first + REFRESHED_LAYERS]
+        if not layers:
             return ()
-        scores = self._head.log_odds(self._codes, place, place + 1, is_refreshed=True)
-        return self._named((layer + LAYERS_AHEAD,), scores, self._head.cut, len(ids_TK) * self._top_k)
+        scores = self._head.log_odds(self._codes, first, first + REFRESHED_LAYERS, is_refreshed=True)
+        if self._near is not None:  # `averaged`, of all layers at once
+            scores *= self._weight[first : first + REFRESHED_LAYERS]
+            scores += self._close[first : first + REFRESHED_LAYERS]
+        return self._named(layers, scores, self._head.cut, len(ids_TK) * self._top_k)
 
     def outlook(self) -> Mapping[int, memoryview]:
         """Return how likely the block wants each expert of the layers that were last spoken of, once."""
@@ -136,7 +145,7 @@ class Learned:
     def commit(self, num_rows: int) -> None:
         """Forget the block."""
         del num_rows
-        self._codes = self._far = None
+        self._codes = None
 
     def _named(
         self, layers: Sequence[int], log_odds_LTE: NDArray[np.float32], cut: float, most: int
@@ -150,7 +159,7 @@ class Learned:
             if layer in streamed
         )
         is_named = chance_LE >= cut
-        if (np.count_nonzero(is_named, axis=1) > most).any():
+        if np.count_nonzero(is_named) > most and (is_named.sum(axis=1) > most).any():
             rest_LE = np.argsort(-chance_LE, axis=1, kind="stable")[:, most:]
             np.put_along_axis(is_named, rest_LE, values=False, axis=1)
         places, experts = is_named.nonzero()
@@ -170,11 +179,16 @@ def averaged(near_TE: NDArray[np.float32], far_TE: NDArray[np.float32]) -> NDArr
 
 def near_log_odds(codes_TN: Rows, num_experts: int) -> NDArray[np.float32]:
     """Return [T, E] log-odds of what a near map named, minus infinity elsewhere."""
-    codes = np.asarray(codes_TN, np.int64)
-    rows = len(codes)
-    found = np.full(rows * num_experts, -np.inf, np.float32)
-    found[codes // CODE_STEPS + num_experts * np.arange(rows)[:, None]] = _LOG_ODDS[codes % CODE_STEPS]
-    return found.reshape(rows, num_experts)
+    rows_TN, experts_TN, log_odds_TN = _said(codes_TN)
+    found = np.full((len(codes_TN), num_experts), -np.inf, np.float32)
+    found[rows_TN, experts_TN] = log_odds_TN
+    return found
+
+
+def _said(codes_TN: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Return rows [T, 1], experts and log-odds [T, N] of a near map's codes."""
+    experts_TN, steps_TN = np.divmod(np.asarray(codes_TN, np.int64), CODE_STEPS)
+    return np.arange(len(codes_TN))[:, None], experts_TN, _LOG_ODDS[steps_TN]
 
 
 def learned(

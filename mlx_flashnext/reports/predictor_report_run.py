@@ -274,7 +274,7 @@ class ShadowHints(Hints):
         self.head_ns.append(time.perf_counter_ns() - began)
         found["sidecar"] = np.ascontiguousarray(far.swapaxes(0, 1))
         refreshed = found["sidecar-refreshed"] = self._refreshed(found["sidecar"], routes)
-        found["both"] = refreshed if near is None else averaged(near, found["sidecar"])
+        found["both"] = refreshed if near is None else averaged(near, refreshed)
         return found
 
     def _refreshed(self, far: NDArray[np.float32], routes: NDArray[Any]) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ import pytest
 from drafter.api import DraftSampling, RouteHints
 from drafter.dflash2 import Dflash2Drafter
 from drafter.near import NearMap, decoded
-from drafter.sidecar import Sidecar, _unit, trunk
+from drafter.sidecar import INPUTS, Sidecar, _unit, trunk
 from drafter.train.captures import CaptureSet
 from drafter.train.fit_early import early_codes_of
 from drafter.train.fit_near import NearSettings
@@ -422,8 +422,9 @@ def test_the_host_scores_as_the_trainer_does_before_and_after_layers_are_seen(ti
     second = nothing.copy()
     np.put_along_axis(second[:, 1], routes, 1.0, axis=1)
     parts = [mx.array(part) for part in np.split(inputs, 5, axis=1)]
-    codes = np.array(trunk(params, parts[0], [_unit(part) for part in parts[1:4]], parts[4], mx.arange(3)))
     parts[1:4] = [_unit(part) for part in parts[1:4]]
+    weight = mx.concatenate([params[f"{name}.weight"] for name in INPUTS], axis=1)
+    codes = np.array(trunk(weight, params["slot"][:3], parts))
     for seen in (nothing, second):
         expected = reference_scores(
             params, mx.concatenate(parts, axis=1), mx.arange(3), mx.array(seen.reshape(3, -1))

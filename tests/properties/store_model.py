@@ -165,6 +165,11 @@ class StoreModel:
                 guess.read_class = EXACT
                 self.exact.append(guess)
                 self.counts["joined"] += 1
+        for late in [
+            g for g in self.guesses if g.key[0] == layer and g.owner == owner and g.read_class is NEAR
+        ]:
+            self.guesses.remove(late)
+            self._close(late, Fate.CANCELLED)
         if masks is not None:
             self.unverified.setdefault(owner, []).append((layer, experts, masks))
         self.counts.update(demands=len(experts), joined=len(joined))

@@ -213,6 +213,17 @@ GARBAGE = [
 ]
 
 
+def test_what_waits_for_a_demand_that_did_not_want_it_is_not_read_any_more():
+    rig = make_rig(num_experts=16, slots=8, lengths=ONE)
+    rig.store.prefetch(hints(0, 1, 2), owner=1, generation=0)
+    rig.store.prefetch(hints(0, 3, read_class=SPECULATIVE), owner=1, generation=0)
+    rig.store.prefetch(hints(0, 4), owner=2, generation=0)
+    rig.store.request(0, [2, 9], owner=1)
+    assert fates(rig, NEAR) == {Fate.CANCELLED: 1}
+    assert read_order(rig) == [2, 9, 4, 3], "of a later block, or of somebody else's demand: read"
+    assert rig.store.prefetch(hints(0, 1), owner=1, generation=0) == 1, "it may be named again"
+
+
 NO_CHANCES = [
     None,
     [0.5] * 8,

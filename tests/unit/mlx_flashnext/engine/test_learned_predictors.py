@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from drafter.api import RouteHints
-from drafter.near import CODE_STEPS, LAYERS_AHEAD, NearMap, decoded
-from drafter.sidecar import RouteHead, SidecarSizes
+from drafter.near import CODE_STEPS, NearMap, decoded
+from drafter.sidecar import RouteHead, SidecarSizes, union_confidence
 from expert_store.keys import ReadClass
 from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.learned_predictors import (
     EARLY_TIMES,
+    REFRESHED_LAYERS,
     Learned,
     averaged,
     learned,
@@ -45,14 +46,14 @@ def named(guesses: object) -> list[tuple[int, int]]:
     return [(guess.layer, guess.expert) for guess in guesses]  # type: ignore[attr-defined]
 
 
-def test_the_sidecar_names_every_layer_when_a_block_begins_and_the_next_but_one_once_a_layer_has_shown():
+def test_the_sidecar_names_every_layer_when_a_block_begins_and_the_next_ones_once_a_layer_has_shown():
     predictor = Learned(LAYERS, TOP_K, None, a_head())
     predictor.drafted(codes(8.0, -8.0))
     begun = list(predictor.begin([5, 6], 9))
     assert named(begun) == [(layer, 1) for layer in range(NUM_LAYERS)]
     assert all(guess.confidence == pytest.approx(0.98, abs=0.01) for guess in begun)
     after = named(predictor.routed(0, [[3, 4], [5, 6]]))
-    assert after == [(LAYERS_AHEAD, 1), (LAYERS_AHEAD, 2)]
+    assert after == [(layer, e) for layer in range(1, 1 + REFRESHED_LAYERS) for e in (1, 2)]
     assert named(predictor.routed(NUM_LAYERS - 1, [[3, 4], [5, 6]])) == []
 
 
@@ -123,8 +124,24 @@ def test_both_average_what_they_know_and_the_sidecar_speaks_for_the_rest():
     predictor = Learned(LAYERS, TOP_K, near_map(), a_head())
     predictor.drafted(codes(8.0))
     predictor.begin([5], 0)
-    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == [(2, 1), (2, 3)]
-    assert named(predictor.routed(0, [[0, 4]])) == []  # each layer once, by whoever knows more of it
+    assert named(predictor.expect(2, [[3 * CODE_STEPS + 1023]])) == []  # said with the sidecar's, once
+    assert named(predictor.routed(1, [[0, 4]])) == [(2, 1), (2, 3), (3, 1)]
+
+
+def test_both_in_service_are_as_sure_as_the_mean_of_their_log_odds():
+    head, near_codes = a_head(cut=0.0), [[3 * CODE_STEPS + 900], [1 * CODE_STEPS + 40]]
+    predictor = Learned(LAYERS, TOP_K, near_map(), head)
+    begun = codes(8.0, -3.0)
+    predictor.drafted(begun)
+    predictor.begin([5, 6], 0)
+    predictor.expect(3, near_codes)
+    predictor.routed(1, [[0, 4], [1, 2]])
+    now = head.after(begun.codes, 1, [[0, 4], [1, 2]])
+    far = head.log_odds(now, 3, 4, is_refreshed=True)[0]
+    for layer, expected in ((2, head.log_odds(now, 2, 3, is_refreshed=True)[0]), (3, far)):
+        if layer == 3:
+            expected = averaged(near_log_odds(near_codes, NUM_EXPERTS), far)
+        assert np.allclose(predictor._said[layer], union_confidence(expected), atol=1e-6)
 
 
 def test_the_outlook_tells_the_chance_of_every_expert_of_what_was_spoken_of_once():
@@ -139,8 +156,9 @@ def test_the_outlook_tells_the_chance_of_every_expert_of_what_was_spoken_of_once
         assert chances[3] == pytest.approx(1 / (1 + np.exp(4)), rel=1e-4)  # below the cut, and told
     assert predictor.outlook() == {}
     predictor.expect(2, [[3 * CODE_STEPS + 1023]])
+    predictor.routed(1, [[0, 4]])
     again = predictor.outlook()
-    assert set(again) == {2}
+    assert set(again) == {2, 3}
     assert again[2][3] > 0.9
 
 
