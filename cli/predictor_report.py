@@ -10,6 +10,7 @@ from cli.bench_report import report_work, slots_of
 from cli.bench_speed import throttled
 from cli.console import Console, size
 from cli.engine_factory import Services
+from cli.errors import UsageProblem
 from cli.model_path import FoundModel
 from cli.options import MemoryOptions
 from cli.settings import expanded
@@ -45,11 +46,20 @@ def predictor_report(
         memory: `--slots` stands in the place of `budgets`.
         disk: page cache and throttle.
         num_tokens: of each answer.
-        budgets: the first one is served under.
-        drafts: the first one proposes.
+        budgets: each is served under.
+        drafts: the one that proposes.
         seed: of random hints.
         sources: of hints that are served; None: all that are there.
+
+    Raises:
+        UsageProblem: several drafts are named: what predictors say of their blocks cannot be added up.
     """
+    if len(drafts) > 1:
+        named = ",".join(f"{kind}:{most}" if most else kind for kind, most in drafts)
+        raise UsageProblem(
+            f"--report predictors takes one drafter: --drafts {named}",
+            hint=f"such as --drafts {drafts[-1][0]}",
+        )
     from drafter.train.captures import CaptureSet
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.reports.predictor_report_run import PredictorsAsked
@@ -61,8 +71,8 @@ def predictor_report(
         directory=found.directory,
         label=found.label,
         request=request,
-        slots=slots_of(console, found, memory, budgets[:1]),
-        drafts=drafts[:1],
+        slots=slots_of(console, found, memory, budgets),
+        drafts=drafts,
         hints=[],
         prompts=prompts,
         prompt_set=f"{len(prompts)} held-out {CHAT_SET}",
@@ -85,7 +95,7 @@ def _captures(place: Path | None) -> Path | None:
 
 def show_predictor_report(console: Console, report: "PredictorReport") -> None:
     """Write the report to stdout."""
-    from mlx_flashnext.reports.predictor_report import MULTIPLES
+    from mlx_flashnext.reports.predictor_report import ANCHOR_ONLY, MULTIPLES
 
     sizes = [f"@{named}" for named in report.sizes]
     console.line(f"recall of {sum(report.num_rows)} verified rows, mean over layers; n experts named of each")
@@ -102,6 +112,11 @@ def show_predictor_report(console: Console, report: "PredictorReport") -> None:
         ],
         right=tuple(range(1, len(sizes) + 3)),
     )
+    early = [one.name for one in report.figures if one.name in ANCHOR_ONLY]
+    if early:
+        console.line(
+            f"{early[0]} is asked before the draft runs: of the anchor's row alone, {report.num_rows[0]} rows"
+        )
     console.line()
     at = report.sizes[MULTIPLES.index(2.0)]
     console.line(f"recall@{at} by layer")
@@ -115,7 +130,7 @@ def show_predictor_report(console: Console, report: "PredictorReport") -> None:
     console.line(f"recall@{at} by row of the block, the anchor first")
     console.table(
         ("predictor", *(str(row) for row in rows)),
-        [(one.name, *(f"{one.by_row[row]:.2f}" for row in rows)) for one in report.figures],
+        [(one.name, *(_share(one.by_row[row], 2) for row in rows)) for one in report.figures],
         right=tuple(range(1, len(rows) + 1)),
     )
     kept = " ".join(f"{report.num_kept[row] / report.num_rows[row]:.2f}" for row in rows)
@@ -143,9 +158,10 @@ def _served(console: Console, report: "PredictorReport") -> None:
         console.line(f"{disk}; nothing below is a figure of the drive in this machine")
     console.line(f"in service, each allowed {size(report.hint_bytes)} a block; per committed token")
     console.table(
-        ("hints", "timely", "resident", "used of read", "read ahead", "read", "waited ms", "ms"),
+        ("slots", "hints", "timely", "resident", "used of read", "read ahead", "read", "waited ms", "ms"),
         [
             (
+                str(one.slots),
                 one.hints + (" (stopped)" if one.stopped else ""),
                 _share(one.timely),
                 _share(one.resident),
@@ -157,7 +173,7 @@ def _served(console: Console, report: "PredictorReport") -> None:
             )
             for one in report.served
         ],
-        right=tuple(range(1, 8)),
+        right=(0, *range(2, 9)),
     )
     console.line()
 
@@ -179,5 +195,5 @@ def _bars(console: Console, report: "PredictorReport") -> None:
         console.line(f"both are more often timely than either alone: {verdict}")
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _share(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -13,6 +13,7 @@ from cli.html.recall import percentage, unit_for
 from cli.html.section import Section, figure
 from cli.html.tables import Value, table
 
+EARLY: Final = "sidecar-early"
 AT: Final = 2
 """Which of the sizes single figures are quoted at, as in the report: 2 x top_k."""
 
@@ -136,6 +137,7 @@ def in_service(report: Node) -> Section | None:
         stopped = one["stopped"].text
         rows.append(
             [
+                one["slots"].text,
                 one["hints"].text + (" (stopped)" if stopped else ""),
                 share(one["timely"].number, 1),
                 share(one["resident"].number, 1),
@@ -155,7 +157,8 @@ def in_service(report: Node) -> Section | None:
     if known:
         best = min(known, key=lambda one: one["exposed_wait_ns"].number or 0.0)
         waited = ms(best["exposed_wait_ns"].number)
-        sentences.append(f"Least wait: {best['hints'].text} with {waited} ms a token.")
+        under = f", {best['slots'].text} experts of a layer in memory," if best["slots"].text else ""
+        sentences.append(f"Least wait: {best['hints'].text}{under} with {waited} ms a token.")
     sentences += [
         f"{one['hints'].text} was stopped: {one['stopped'].text}" for one in served if one["stopped"].text
     ]
@@ -167,11 +170,12 @@ def in_service(report: Node) -> Section | None:
             table(
                 "t-served",
                 "Sources of hints in service, per committed token",
-                ("hints", "timely", "resident", "used of read", "read ahead", "read", "waited, ms", "ms"),
+                ("experts in memory", "hints", "timely", "resident", "used of read", "read ahead", "read",
+                 "waited, ms", "ms"),
                 rows,
             )
         ],
-    )
+    )  # fmt: skip
 
 
 def bars(report: Node) -> Section | None:
@@ -213,6 +217,13 @@ def _knowledge(report: Node, figures: Sequence[Node]) -> list[str]:
         best = max(quoted, key=lambda one: one["recall"][AT].number or 0.0)
         named = count(report["sizes"][AT].number)
         found.append(f"Best at {named} named: {best['name'].text}, {share(best['recall'][AT].number, 1)}.")
+    early = next((one for one in figures if one["name"].text == EARLY), None)
+    if early is not None and early["by_row"][0].number is not None:
+        recall, named = share(early["by_row"][0].number, 1), count(report["sizes"][AT].number)
+        found.append(
+            f"{EARLY} is asked before the draft runs, of the anchor's row alone: {recall} of what that row "
+            f"chooses is among {named} named."
+        )
     counted = report["counted_of"].text
     if counted:
         found.append(f"Frequencies were counted of {counted}.")

@@ -27,9 +27,13 @@ AT: Final = 2
 """Which of them single figures are quoted at: 2 x top_k."""
 PREDICTORS: Final = (
     "random", "frequency", "token-frequency", "previous", "near-gate", "near-linear",
-    "sidecar", "sidecar-refreshed", "both", "oracle",
+    "sidecar-early", "sidecar", "sidecar-refreshed", "both", "oracle",
 )  # fmt: skip
-WITH_CHANCES: Final = ("frequency", "token-frequency", "near-linear", "sidecar", "sidecar-refreshed", "both")
+WITH_CHANCES: Final = (
+    "frequency", "token-frequency", "near-linear", "sidecar-early", "sidecar", "sidecar-refreshed", "both",
+)  # fmt: skip
+ANCHOR_ONLY: Final = ("sidecar-early",)
+"""Asked before there is a proposal, and so of the anchor's row alone: no other row counts."""
 
 
 @dataclass(slots=True)
@@ -72,8 +76,8 @@ class Scoring:
         """Take a verified block.
 
         Args:
-            scores: [T, L, E] by predictor: log-odds where it has them, else whatever orders experts; minus
-                infinity for what it does not name.
+            scores: [T, L, E] by predictor, [1, L, E] of those in `ANCHOR_ONLY`: log-odds where it has them,
+                else whatever orders experts; minus infinity for what it does not name.
             wanted_TLE: 1 for what the routers chose.
             num_kept: rows that the answer kept.
         """
@@ -82,12 +86,11 @@ class Scoring:
         self.num_kept[:num_kept] += 1
         for name, scores_TLE in scores.items():
             sums = self._sums.setdefault(name, self._fresh())
-            is_named = np.isfinite(scores_TLE)
-            found = recalls(scores_TLE, wanted_TLE * is_named, self.sizes) * _share_named(
-                wanted_TLE, is_named
-            )
+            is_named, asked = np.isfinite(scores_TLE), len(scores_TLE)
+            truth = wanted_TLE[:asked]
+            found = recalls(scores_TLE, truth * is_named, self.sizes) * _share_named(truth, is_named)
             sums.by_layer += found.sum(axis=1)
-            sums.by_row[:, :rows] += found.mean(axis=2)
+            sums.by_row[:, :asked] += found.mean(axis=2)
             named = np.minimum(is_named.sum(axis=-1), self.sizes[AT])
             sums.num_named += float(named.sum())
             sums.num_hits += float(found[AT].sum()) * self._top_k
@@ -96,21 +99,26 @@ class Scoring:
                 bins = np.clip((chance * BINS).astype(int), 0, BINS - 1)
                 sums.count += np.bincount(bins, minlength=BINS)
                 sums.said += np.bincount(bins, chance, minlength=BINS)
-                sums.right += np.bincount(bins, wanted_TLE[is_named], minlength=BINS)
+                sums.right += np.bincount(bins, truth[is_named], minlength=BINS)
 
     def results(self) -> list["PredictorFigures"]:
         """Return the figures of every predictor that was scored, in the order of `PREDICTORS`."""
         return [self._figures(name) for name in PREDICTORS if name in self._sums]
 
     def _figures(self, name: str) -> "PredictorFigures":
-        sums, total = self._sums[name], self.num_rows.sum()
-        rows = np.maximum(self.num_rows, 1)
+        sums, rows = self._sums[name], self.num_rows.copy()
+        if name in ANCHOR_ONLY:
+            rows[1:] = 0
+        by_row = sums.by_row[AT] / np.maximum(rows, 1)
+        total = rows.sum()
         error = float(np.abs(sums.said - sums.right).sum() / max(1.0, sums.count.sum()))
         return PredictorFigures(
             name=name,
             recall=tuple((sums.by_layer.mean(axis=1) / total).tolist()),
             by_layer=tuple((sums.by_layer[AT] / total).tolist()),
-            by_row=tuple((sums.by_row[AT] / rows).tolist()),
+            by_row=tuple(
+                float(recall) if asked else None for recall, asked in zip(by_row, rows, strict=True)
+            ),
             precision=sums.num_hits / sums.num_named if sums.num_named else None,
             calibration_error=error if name in WITH_CHANCES else None,
         )
@@ -133,7 +141,7 @@ class PredictorFigures:
         name: of `PREDICTORS`.
         recall: recall@n for n of `MULTIPLES` x top_k, mean over layers.
         by_layer: recall at 2 x top_k of every layer.
-        by_row: recall at 2 x top_k of every row of a block, the anchor first.
+        by_row: recall at 2 x top_k of every row of a block, the anchor first; None where it was never asked.
         precision: of what it named, at most 2 x top_k a row and layer; None if it named nothing.
         calibration_error: of its confidences, 15 bins; None if it has none.
     """
@@ -141,7 +149,7 @@ class PredictorFigures:
     name: str
     recall: tuple[float, ...]
     by_layer: tuple[float, ...]
-    by_row: tuple[float, ...]
+    by_row: tuple[float | None, ...]
     precision: float | None
     calibration_error: float | None
 
@@ -151,6 +159,7 @@ class Served:
     """One source of hints in service, with the same bytes allowed as the others.
 
     Attributes:
+        slots: experts of each layer in memory.
         hints: which.
         timely: native selections that were ready because of a prediction.
         resident: those that were resident for their own sake.
@@ -162,6 +171,7 @@ class Served:
         stopped: why it was no longer asked, "" if it was.
     """
 
+    slots: int
     hints: str
     timely: float | None
     resident: float | None
@@ -181,7 +191,8 @@ class Bars:
         gap_closed: of the distance from frequency's recall at 2 x top_k to 1, the share that it closes.
         above_frequency: layers in which it is above frequency, of all.
         above_previous: whether it is above the last token's route.
-        both_over_either: whether both together are more often timely than either alone, in service.
+        both_over_either: whether both together are more often timely than either alone, in service, under
+            every budget.
     """
 
     gap_closed: float | None
@@ -193,7 +204,6 @@ class Bars:
 def judge(figures: Sequence[PredictorFigures], served: Sequence[Served]) -> Bars:
     """Return how the bars stand."""
     by_name = {one.name: one for one in figures}
-    timely = {one.hints: one.timely for one in served}
     sidecar, frequency, previous = (by_name.get(name) for name in ("sidecar", "frequency", "previous"))
     gap = above = beats = None
     if sidecar is not None and frequency is not None:
@@ -203,9 +213,15 @@ def judge(figures: Sequence[PredictorFigures], served: Sequence[Served]) -> Bars
         above = sum(mine > other for mine, other in pairs), len(pairs)
     if sidecar is not None and previous is not None:
         beats = sidecar.recall[AT] > previous.recall[AT]
-    alone = [timely.get(name) for name in ("sidecar", "near-linear")]
-    both = timely.get("both")
-    over = None
-    if both is not None and all(one is not None for one in alone):
-        over = all(both > one for one in alone if one is not None)
-    return Bars(gap, above, beats, over)
+    return Bars(gap, above, beats, _both_over_either(served))
+
+
+def _both_over_either(served: Sequence[Served]) -> bool | None:
+    """Return whether both together are the most timely wherever all three were served; None if nowhere."""
+    timely = {(one.slots, one.hints): one.timely for one in served if one.timely is not None}
+    budgets = [
+        [timely[slots, name] for name in ("both", "sidecar", "near-linear")]
+        for slots in dict.fromkeys(slots for slots, _ in timely)
+        if {(slots, name) for name in ("both", "sidecar", "near-linear")} <= timely.keys()
+    ]
+    return all(both > max(alone) for both, *alone in budgets) if budgets else None

@@ -62,7 +62,7 @@ class PredictorsAsked:
     """What is measured.
 
     Attributes:
-        served: prompts, budgets, drafter, drive; its first budget and drafter are used, its hints are ours.
+        served: prompts, budgets, drafter, drive; its first drafter is used, its hints are ours.
         captures: a capture set whose training documents the frequencies are counted of; None counts the
             report's own tokens as they come.
         hint_bytes: what hints may read for one block; None: 2 x top_k records of every row and layer.
@@ -81,7 +81,7 @@ class PredictorReport:
 
     Attributes:
         figures: of every predictor that could be asked.
-        served: of every source of hints that is there.
+        served: of every source of hints that is there, under every budget.
         bars: how they stand.
         sizes: experts named at each multiple.
         layers: that were streamed.
@@ -204,6 +204,8 @@ class ShadowHints(Hints):
         self._is_heard = False
         self._tokens: Sequence[int] = ()
         self._codes: NDArray[np.float32] | None = None
+        self._early_codes: NDArray[np.float32] | None = None
+        self._next_early: NDArray[np.float32] | None = None
         self._chosen: dict[int, Rows] = {}
         self._said: dict[tuple[int, int], Rows] = {}
         self._last: NDArray[np.float32] | None = None
@@ -214,11 +216,17 @@ class ShadowHints(Hints):
         """Return whether there is a head to read them."""
         return self._head is not None
 
+    def early(self, routes: RouteHints) -> HandOver:
+        """Take what the drafter says of the anchor's row of the block that begins next."""
+        self._next_early = routes.codes
+        return HandOver()
+
     def begin(
         self, tokens: Sequence[int], position: int, *, is_prefill: bool, routes: RouteHints | None = None
     ) -> HandOver:
         """Open a block."""
         del position
+        self._early_codes, self._next_early = self._next_early, None
         self._running, self._is_heard, self._tokens = -1, not is_prefill, tokens
         self._codes = None if routes is None else routes.codes
         self._chosen, self._said = {}, {}
@@ -267,6 +275,9 @@ class ShadowHints(Hints):
         near = None
         if self._near is not None:
             near = found["near-linear"] = self._early(truth.shape, LAYERS_AHEAD, near_log_odds)
+        if self._head is not None and self._early_codes is not None:
+            ahead = self._head.log_odds_of(self._early_codes, slice(None), "early")
+            found["sidecar-early"] = np.ascontiguousarray(ahead.swapaxes(0, 1))
         if self._head is None or self._codes is None:
             return found
         began = time.perf_counter_ns()
@@ -375,11 +386,10 @@ def measure_predictors(
         there = [one for one in _there(engine) if asked.sources is None or one in asked.sources]
     hint_bytes = asked.hint_bytes or wanted_bytes
     wait = measure_ssd_wait(
-        replace(served, hints=("off", *there), hint_bytes=hint_bytes, slots=served.slots[:1],
-                drafts=served.drafts[:1]),
+        replace(served, hints=("off", *there), hint_bytes=hint_bytes, drafts=served.drafts[:1]),
         machine,
         progress,
-    )  # fmt: skip
+    )
     found = tuple(_served(one) for one in wait.variants)
     figures = tuple(scoring.results())
     return PredictorReport(
@@ -454,6 +464,7 @@ def _there(engine: Engine) -> tuple[str, ...]:
 
 def _served(one: VariantReport) -> Served:
     return Served(
+        slots=one.variant.slots,
         hints=one.variant.hints,
         timely=one.prefetched_recall,
         resident=one.resident_recall,

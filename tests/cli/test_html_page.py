@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, tup
         "ssd-wait": ("--budgets", "7,100%", "--drafts", "none,oracle:2", "--hints", "off,near-gate",
                      "-n", 5, "--throttle", "50MB/s"),
         "draft": ("--drafts", "dflash2,oracle:3", "--draft-model", draft, "-n", 8, "--slots", 12),
-        "predictors": ("--drafts", "none", "--hints", "near-linear", "-n", 4, "--slots", 7),
+        "predictors": ("--drafts", "none", "--hints", "near-linear", "-n", 4, "--budgets", "7,9"),
     }  # fmt: skip
     found: dict[str, tuple[dict, str]] = {}
     for kind, more in words.items():
@@ -213,7 +213,8 @@ def test_the_tables_of_drafters_and_predictors_say_what_each_row_was(runs):
         assert [row[f"@{named}"] for named in document["sizes"]] == one["recall"]
         assert (row["precision"], row["off by"]) == (one["precision"], one["calibration_error"])
     for one, row in zip(document["served"], cells(root, "t-served"), strict=True):
-        assert (row["timely"], row["read"], row["ms"]) == (
+        assert (row["hints"], row["timely"], row["read"], row["ms"]) == (
+            one["hints"],
             one["timely"],
             one["physical_bytes"],
             one["token_ns"],

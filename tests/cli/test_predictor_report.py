@@ -27,17 +27,29 @@ def flashnext(*words: object):
 
 def test_the_page_and_the_document_say_the_same(model):
     words = ("bench", "--model", model, "--report", "predictors", "--drafts", "none",
-             "--hints", "near-linear", "--prompts", 1, "-n", 3, "-r", 1, "--slots", 7)  # fmt: skip
+             "--hints", "near-linear", "--prompts", 1, "-n", 3, "-r", 1, "--budgets", "7,9")  # fmt: skip
     page, document = flashnext(*words), flashnext(*words, "--json")
     assert (page.exit_code, document.exit_code) == (0, 0), page.stderr
     found = json.loads(document.stdout)
-    assert [one["hints"] for one in found["served"]] == ["off", "near-linear"]
+    assert [(one["slots"], one["hints"]) for one in found["served"]] == [
+        (slots, hints) for slots in (7, 9) for hints in ("off", "near-linear")
+    ]
+    rows = [line.split() for line in page.stdout.splitlines()]
+    assert [row[:2] for row in rows if row[1:2] in (["off"], ["near-linear"])] == [
+        ["7", "off"], ["7", "near-linear"], ["9", "off"], ["9", "near-linear"],
+    ]  # fmt: skip
     by_name = {one["name"]: one for one in found["figures"]}
     assert by_name["oracle"]["recall"] == [1.0, 1.0, 1.0, 1.0]
     recall = " ".join(f"{value:.3f}" for value in by_name["near-linear"]["recall"])
     assert recall in " ".join(page.stdout.split())
     assert "no such draft proposes" in page.stdout
     assert found["bars"]["gap_closed"] is None
+
+
+def test_several_drafters_are_refused_rather_than_left_out(model):
+    refused = flashnext("bench", "--model", model, "--report", "predictors", "--drafts", "none,lookup:2")
+    assert refused.exit_code == 2
+    assert "takes one drafter: --drafts none,lookup:2" in refused.stderr
 
 
 def test_captures_that_nobody_reads_are_refused(model, tmp_path):

@@ -46,6 +46,20 @@ def test_recall_and_precision_are_those_of_two_rows_done_by_hand():
     assert scoring.num_kept.tolist() == [1, 0, 0]
 
 
+def test_what_is_asked_of_the_anchor_alone_is_held_to_no_other_row():
+    scoring = Scoring((0,), 4, 1, 3)
+    truth = np.zeros((3, 1, 4), np.float32)
+    truth[0, 0, 2] = truth[1, 0, 1] = truth[2, 0, 0] = 1
+    scores = np.array([[[0.0, 1.0, 2.0, -1.0]]], np.float32)  # right of the anchor, wrong of the others
+    for num_kept in (3, 1):
+        whole = np.repeat(scores, 3, axis=0)
+        scoring.add({"sidecar-early": scores, "sidecar": whole}, truth, num_kept)
+    early, proposed = scoring.results()
+    assert (early.recall, early.by_layer, early.by_row) == ((1.0,) * 4, (1.0,), (1.0, None, None))
+    assert proposed.recall == pytest.approx((1 / 3, 1 / 3, 2 / 3, 1.0))
+    assert proposed.by_row == (1.0, 1.0, 0.0)
+
+
 def test_confidence_that_is_said_and_not_kept_is_an_error():
     scoring = Scoring((0,), 4, 1, 1)
     truth = np.array([[[1.0, 0, 0, 0]]], np.float32)
@@ -72,9 +86,21 @@ def figures(name: str, *by_layer: float) -> PredictorFigures:
     return PredictorFigures(name, (0.0, 0.0, mean, 0.0), by_layer, (), None, None)
 
 
+def in_service(slots: int, near: float, sidecar: float, both: float) -> list[Served]:
+    timely = {"near-linear": near, "sidecar": sidecar, "both": both}
+    return [Served(slots, name, value, 0.0, 0, 0, 0, 0, None) for name, value in timely.items()]
+
+
+def test_both_must_be_above_either_under_every_budget_and_not_of_another():
+    better, worse = in_service(6, 0.3, 0.4, 0.5), in_service(12, 0.1, 0.2, 0.15)
+    assert judge([], better).both_over_either is True
+    assert judge([], [*better, *worse]).both_over_either is False
+    assert judge([], [*better[:2], worse[2]]).both_over_either is None
+    assert judge([], [*better, *worse[:2]]).both_over_either is True, "one budget has all three"
+
+
 def test_bars_stand_or_fall_by_their_own_figures():
-    served = [Served(name, timely, 0.0, 0, 0, 0, 0, None) for name, timely in
-              (("near-linear", 0.3), ("sidecar", 0.4), ("both", 0.5))]  # fmt: skip
+    served = in_service(6, 0.3, 0.4, 0.5)
     bars = judge(
         [figures("sidecar", 0.6, 0.5), figures("frequency", 0.2, 0.1), figures("previous", 0.3)], served
     )
@@ -96,14 +122,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny, draft
 
 
-def asked_of(tiny: Path, draft: Path | None, kind: str) -> PredictorsAsked:
+def asked_of(tiny: Path, draft: Path | None, kind: str, slots: tuple[int, ...] = (6,)) -> PredictorsAsked:
     request = PlanRequest(context_tokens=128, draft_directory=draft)
     return PredictorsAsked(
         Asked(
             directory=tiny,
             label="tiny",
             request=request,
-            slots=[6],
+            slots=slots,
             drafts=[(kind, 0)],
             hints=[],
             prompts=[prompt_of(12)],
@@ -117,10 +143,10 @@ def asked_of(tiny: Path, draft: Path | None, kind: str) -> PredictorsAsked:
 
 def test_every_predictor_is_scored_and_every_source_served(whole):
     tiny, draft = whole
-    report = measure_predictors(asked_of(tiny, draft, "dflash2"), detect_machine())
+    report = measure_predictors(asked_of(tiny, draft, "dflash2", (6, 9)), detect_machine())
     assert [one.name for one in report.figures] == [
         "random", "frequency", "token-frequency", "previous", "near-gate", "near-linear",
-        "sidecar", "sidecar-refreshed", "both", "oracle",
+        "sidecar-early", "sidecar", "sidecar-refreshed", "both", "oracle",
     ]  # fmt: skip
     by_name = {one.name: one for one in report.figures}
     assert by_name["oracle"].recall == (1.0, 1.0, 1.0, 1.0)
@@ -128,10 +154,17 @@ def test_every_predictor_is_scored_and_every_source_served(whole):
     assert by_name["near-linear"].by_layer[:2] == (0, 0)
     assert all(0 <= recall <= 1 for one in report.figures for recall in one.recall)
     assert all(list(one.recall) == sorted(one.recall) for one in report.figures)
-    assert [one.hints for one in report.served] == [
-        "off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both",
-        "oracle-draft",
-    ]  # fmt: skip
+    early = by_name["sidecar-early"].by_row
+    assert early[0] is not None
+    assert early[0] > 0, "heard before every proposal"
+    assert set(early[1:]) == {None}
+    sources = ("off", "frequency", "previous", "random", "near-gate", "near-linear", "sidecar", "both",
+               "oracle-draft")  # fmt: skip
+    assert [(one.slots, one.hints) for one in report.served] == [
+        (slots, hints) for slots in (6, 9) for hints in sources
+    ]
+    assert report.wait is not None
+    assert len(report.wait.variants) == len(report.served)
     assert not any(one.stopped for one in report.served)
     assert report.num_rows[0] >= 2
     assert report.draft_ns is not None
