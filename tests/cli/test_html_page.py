@@ -221,6 +221,18 @@ def test_the_tables_of_drafters_and_predictors_say_what_each_row_was(runs):
         )
 
 
+def test_what_is_known_of_the_anchor_before_the_draft_is_told_and_of_no_other_row(runs):
+    document, _ = runs["predictors"]
+    whole = next(one for one in document["figures"] if one["name"] == "oracle")
+    early = {**whole, "name": "sidecar-early", "recall": [0.5] * 4, "by_row": [0.375, None]}
+    page = render_page({**document, "figures": [whole, early], "num_rows": [3, 2], "num_kept": [3, 1]})
+    by_row = {row["predictor"]: row for row in cells(read(page), "t-by-row")}
+    assert (by_row["sidecar-early"]["anchor"], by_row["sidecar-early"]["row 1"]) == (0.375, None)
+    assert "before the draft runs" in page
+    assert "37.5% of what that row" in page
+    assert "before the draft runs" not in runs["predictors"][1], "without a sidecar nothing is said"
+
+
 def test_a_cycle_is_drawn_to_scale(runs):
     """Bars of waits are as long, and lie where, the report says; turns fill the cycle."""
     document, page = runs["ssd-wait"]
