@@ -64,6 +64,10 @@ class TraceForeign(TraceRefused):
     """It is of another target, tokenizer, vocabulary or draft than was wanted; nothing is wrong with it."""
 
 
+class TraceOfOtherVersion(TraceRefused):
+    """It is of another version than this program reads; nothing is wrong with it."""
+
+
 class TraceNotReplayable(TraceRefused):
     """It lacks what a replay needs; nothing is wrong with it."""
 

@@ -36,6 +36,7 @@ from drafter.record import (
     PromptPiece,
     Route,
     TraceForeign,
+    TraceOfOtherVersion,
     TraceRefused,
     at_line,
     raw_lines,
@@ -214,7 +215,8 @@ class TraceChecker:
             _refuse("a second header")
         if line.format != FORMAT:
             _refuse(f"format is {line.format!r}, not {FORMAT!r}")
-        _same("schema_version", line.schema_version, VERSION, "of this program")
+        if line.schema_version != VERSION:
+            raise TraceOfOtherVersion(f"schema_version is {line.schema_version}, {VERSION} of this program")
         for name in ("target_model_revision", "tokenizer_revision", "vocab_size", "draft_digest"):
             wanted = getattr(self._identity, name)
             if wanted is not None and getattr(line, name) != wanted:

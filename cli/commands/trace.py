@@ -287,7 +287,13 @@ class _NewFile:
 def opened_trace(name: str) -> Generator[BinaryIO]:
     """Open a trace; what it is refused for becomes an error of the command."""
     from drafter.files import naming
-    from drafter.record import TraceForeign, TraceNotReplayable, TraceRefused, open_trace
+    from drafter.record import (
+        TraceForeign,
+        TraceNotReplayable,
+        TraceOfOtherVersion,
+        TraceRefused,
+        open_trace,
+    )
 
     try:
         path = expanded(name)
@@ -296,6 +302,10 @@ def opened_trace(name: str) -> Generator[BinaryIO]:
     except TraceForeign as error:
         raise CommandError(
             f"{name}: {error}", hint="give the model it was recorded from", code=INCOMPATIBLE
+        ) from None
+    except TraceOfOtherVersion as error:
+        raise CommandError(
+            f"{name}: {error}", hint="use the flashnext that wrote it, or record another", code=INCOMPATIBLE
         ) from None
     except TraceNotReplayable as error:
         raise CommandError(
