@@ -105,11 +105,15 @@ def check_version(name: str, said: tuple[object, object], wanted: tuple[str, int
 
     Raises:
         VersionRefused: it is another.
+        DocumentRefused: it does not say.
     """
-    if said != wanted or isinstance(said[1], bool):
-        raise VersionRefused(
-            f"{name} is {shown(said[0])!r} version {shown(said[1])}, wanted {wanted[0]!r} version {wanted[1]}"
-        )
+    if said == wanted and type(said[1]) is int:
+        return
+    is_another = isinstance(said[0], str) and type(said[1]) is int
+    kind = VersionRefused if is_another else DocumentRefused
+    raise kind(
+        f"{name} is {shown(said[0])!r} version {shown(said[1])}, wanted {wanted[0]!r} version {wanted[1]}"
+    )
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
