@@ -1,7 +1,7 @@
 """Runs the reports of `flashnext bench`: flags to what is measured."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -20,68 +20,63 @@ if TYPE_CHECKING:
     from mlx_flashnext.reports.warm_run import WarmStartReport
 
 
-def report_work(
-    found: FoundModel,
-    measured: BenchOptions,
-    memory: MemoryOptions,
-    num_tokens: int,
-    tasks: Sequence[str],
-) -> tuple[list[list[int]], "PlanRequest"]:
-    """Return the token ids of a report's prompts, and a request whose context holds each with its answer.
+@dataclass(frozen=True, slots=True)
+class ReportWork:
+    """What every report is made with.
 
-    Args:
-        found: the model, whose chat template is used.
-        measured: how many prompts, and where a draft lies.
-        memory: a target or slots.
+    Attributes:
+        services: what lies below the command line.
+        console: shows progress.
+        found: the model.
+        measured: repetitions, prompts, where draft and captures lie.
+        memory: a target, or slots, which stand in the place of budgets.
+        disk: page cache and throttle.
         num_tokens: of each answer.
-        tasks: what is asked, taken in turns.
     """
-    from mlx_flashnext.reports.prompt_sets import chat_prompts
-    from mlx_flashnext.tokenizer import Tokenizer
 
-    texts = [tasks[number % len(tasks)] for number in range(measured.prompts)]
-    prompts = chat_prompts(found.directory, Tokenizer.open(found.directory), texts)
-    request = replace(plan_request(memory, found), draft_directory=measured.draft_model)
-    if request.context_tokens is None:
-        request = replace(request, context_tokens=max(map(len, prompts)) + num_tokens + 1)
-    return prompts, request
+    services: Services
+    console: Console
+    found: FoundModel
+    measured: BenchOptions
+    memory: MemoryOptions
+    disk: DiskOptions
+    num_tokens: int
 
+    def prompts(self, tasks: Sequence[str]) -> tuple[list[list[int]], "PlanRequest"]:
+        """Return the token ids of the prompts, and a request whose context holds each with its answer.
 
-def slots_of(
-    console: Console, found: FoundModel, memory: MemoryOptions, budgets: Sequence[Share]
-) -> list[int]:
-    """Return the experts of a layer under each budget, without repeats; `--slots` stands in their place."""
-    from mlx_flashnext.checkpoint import open_checkpoint
+        Args:
+            tasks: what is asked, taken in turns, through the model's chat template.
+        """
+        from mlx_flashnext.reports.prompt_sets import chat_prompts
+        from mlx_flashnext.tokenizer import Tokenizer
 
-    if memory.slots is not None:
-        return [memory.slots]
-    config = open_checkpoint(found.directory).config
-    fewest = max(2, config.num_experts_per_tok)
-    return slots_of_shares(console, budgets, config.num_experts, fewest)
+        directory = self.found.directory
+        texts = [tasks[number % len(tasks)] for number in range(self.measured.prompts)]
+        prompts = chat_prompts(directory, Tokenizer.open(directory), texts)
+        request = replace(plan_request(self.memory, self.found), draft_directory=self.measured.draft_model)
+        if request.context_tokens is None:
+            request = replace(request, context_tokens=max(map(len, prompts)) + self.num_tokens + 1)
+        return prompts, request
+
+    def slots(self, budgets: Sequence[Share]) -> list[int]:
+        """Return the experts of a layer under each budget, without repeats."""
+        from mlx_flashnext.checkpoint import open_checkpoint
+
+        if self.memory.slots is not None:
+            return [self.memory.slots]
+        config = open_checkpoint(self.found.directory).config
+        fewest = max(2, config.num_experts_per_tok)
+        return slots_of_shares(self.console, budgets, config.num_experts, fewest)
 
 
 def ssd_wait_report(
-    services: Services,
-    console: Console,
-    found: FoundModel,
-    measured: BenchOptions,
-    memory: MemoryOptions,
-    disk: DiskOptions,
-    num_tokens: int,
-    budgets: Sequence[Share],
-    drafts: Sequence[tuple[str, int]],
-    hints: Sequence[str],
+    work: ReportWork, budgets: Sequence[Share], drafts: Sequence[tuple[str, int]], hints: Sequence[str]
 ) -> "SsdWaitReport":
     """Measure what `--report ssd-wait` asks for.
 
     Args:
-        services: what lies below the command line.
-        console: shows progress.
-        found: the model.
-        measured: repetitions and prompts.
-        memory: `--slots` stands in the place of `budgets`.
-        disk: page cache and throttle.
-        num_tokens: of each answer.
+        work: as of every report.
         budgets: experts in memory.
         drafts: drafters with the most proposals of a cycle.
         hints: who says what to read ahead.
@@ -90,53 +85,45 @@ def ssd_wait_report(
     from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.reports.ssd_wait_run import Asked
 
-    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
+    prompts, request = work.prompts(demo_tasks())
     asked = Asked(
-        directory=found.directory,
-        label=found.label,
+        directory=work.found.directory,
+        label=work.found.label,
         request=request,
-        slots=slots_of(console, found, memory, budgets),
+        slots=work.slots(budgets),
         drafts=drafts,
         hints=hints,
         prompts=prompts,
         prompt_set=f"{len(prompts)} {CHAT_SET}",
-        num_tokens=num_tokens,
-        repetitions=measured.repetitions,
-        page_cache=disk.page_cache or "cold",
-        disk=disk.label,
-        wrap_source=throttled(disk),
+        num_tokens=work.num_tokens,
+        repetitions=work.measured.repetitions,
+        page_cache=work.disk.page_cache or "cold",
+        disk=work.disk.label,
+        wrap_source=throttled(work.disk),
     )
-    return services.measure_ssd_wait(asked, detect_machine(), console.progress)
+    return work.services.measure_ssd_wait(asked, detect_machine(), work.console.progress)
 
 
-def warm_start_report(
-    services: Services,
-    console: Console,
-    found: FoundModel,
-    measured: BenchOptions,
-    memory: MemoryOptions,
-    disk: DiskOptions,
-    num_tokens: int,
-) -> "WarmStartReport":
+def warm_start_report(work: ReportWork) -> "WarmStartReport":
     """Measure what `--report warm-start` asks for: first answers after a cold and a warm start."""
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.reports.warm_run import WarmAsked
 
-    (prompt, *_), request = report_work(found, measured, memory, num_tokens, demo_tasks()[:1])
+    (prompt, *_), request = work.prompts(demo_tasks()[:1])
     asked = WarmAsked(
-        directory=found.directory,
-        label=found.label,
+        directory=work.found.directory,
+        label=work.found.label,
         request=request,
         prompt=prompt,
         prompt_set=f"the first of the {CHAT_SET}",
-        num_tokens=num_tokens,
-        rounds=measured.repetitions,
-        page_cache=disk.page_cache or "cold",
-        disk=disk.label,
-        wrap_source=throttled(disk),
+        num_tokens=work.num_tokens,
+        rounds=work.measured.repetitions,
+        page_cache=work.disk.page_cache or "cold",
+        disk=work.disk.label,
+        wrap_source=throttled(work.disk),
     )
-    return services.measure_warm_start(asked, detect_machine(), console.progress)
+    return work.services.measure_warm_start(asked, detect_machine(), work.console.progress)
 
 
 def show_warm_start(console: Console, report: "WarmStartReport") -> None:

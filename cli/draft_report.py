@@ -3,62 +3,43 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.bench_options import BenchOptions, DiskOptions
 from cli.bench_output import condition_lines
-from cli.bench_report import report_work
+from cli.bench_report import ReportWork
 from cli.bench_speed import throttled
 from cli.console import Console, counted, size
-from cli.engine_factory import Services
-from cli.model_path import FoundModel
-from cli.options import MemoryOptions
 
 if TYPE_CHECKING:
     from mlx_flashnext.reports.draft_report import VariantReport
     from mlx_flashnext.reports.draft_report_run import DraftReport
 
 
-def draft_report(
-    services: Services,
-    console: Console,
-    found: FoundModel,
-    measured: BenchOptions,
-    memory: MemoryOptions,
-    disk: DiskOptions,
-    num_tokens: int,
-    drafts: Sequence[tuple[str, int]],
-) -> "DraftReport":
+def draft_report(work: ReportWork, drafts: Sequence[tuple[str, int]]) -> "DraftReport":
     """Measure what `--report draft` asks for.
 
     Args:
-        services: what lies below the command line.
-        console: shows progress.
-        found: the model.
-        measured: repetitions, prompts, where the draft lies; drafters that nobody named may be missing.
-        memory: a target or slots, the same for every drafter.
-        disk: page cache and throttle.
-        num_tokens: most of each answer.
+        work: as of every report; drafters that nobody named may be missing.
         drafts: drafters with the most proposals of a cycle, 0 for their own.
     """
     from mlx_flashnext.engine.machine import detect_machine
     from mlx_flashnext.reports.draft_report_run import Asked
     from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
 
-    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks())
+    prompts, request = work.prompts(demo_tasks())
     asked = Asked(
-        directory=found.directory,
-        label=found.label,
+        directory=work.found.directory,
+        label=work.found.label,
         request=request,
         drafts=drafts,
-        may_lack=measured.drafts is None and measured.draft_model is None,
+        may_lack=work.measured.drafts is None and work.measured.draft_model is None,
         prompts=prompts,
         prompt_set=f"{len(prompts)} {CHAT_SET}",
-        num_tokens=num_tokens,
-        repetitions=measured.repetitions,
-        page_cache=disk.page_cache or "as-is",
-        disk=disk.label,
-        wrap_source=throttled(disk),
+        num_tokens=work.num_tokens,
+        repetitions=work.measured.repetitions,
+        page_cache=work.disk.page_cache or "as-is",
+        disk=work.disk.label,
+        wrap_source=throttled(work.disk),
     )
-    return services.measure_drafts(asked, detect_machine(), console.progress)
+    return work.services.measure_drafts(asked, detect_machine(), work.console.progress)
 
 
 def show_draft_report(console: Console, report: "DraftReport") -> None:

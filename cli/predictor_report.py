@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.bench_options import BenchOptions, DiskOptions, Share
+from cli.bench_options import Share
 from cli.bench_output import condition_lines
-from cli.bench_report import report_work, slots_of
+from cli.bench_report import ReportWork
 from cli.bench_speed import throttled
 from cli.console import Console, size
-from cli.engine_factory import Services
 from cli.errors import UsageProblem
-from cli.model_path import FoundModel
-from cli.options import MemoryOptions
 from cli.settings import expanded
 
 if TYPE_CHECKING:
@@ -24,13 +21,7 @@ SHARE_OF_GAP = 0.5
 
 
 def predictor_report(
-    services: Services,
-    console: Console,
-    found: FoundModel,
-    measured: BenchOptions,
-    memory: MemoryOptions,
-    disk: DiskOptions,
-    num_tokens: int,
+    work: ReportWork,
     budgets: Sequence[Share],
     drafts: Sequence[tuple[str, int]],
     seed: int | None,
@@ -39,13 +30,7 @@ def predictor_report(
     """Measure what `--report predictors` asks for.
 
     Args:
-        services: what lies below the command line.
-        console: shows progress.
-        found: the model.
-        measured: repetitions, prompts, where draft and captures lie.
-        memory: `--slots` stands in the place of `budgets`.
-        disk: page cache and throttle.
-        num_tokens: of each answer.
+        work: as of every report.
         budgets: each is served under.
         drafts: the one that proposes.
         seed: of random hints.
@@ -66,27 +51,27 @@ def predictor_report(
     from mlx_flashnext.reports.prompt_sets import CHAT_SET, demo_tasks
     from mlx_flashnext.reports.ssd_wait_run import Asked
 
-    prompts, request = report_work(found, measured, memory, num_tokens, demo_tasks()[NUM_FIXED:])
+    prompts, request = work.prompts(demo_tasks()[NUM_FIXED:])
     served = Asked(
-        directory=found.directory,
-        label=found.label,
+        directory=work.found.directory,
+        label=work.found.label,
         request=request,
-        slots=slots_of(console, found, memory, budgets),
+        slots=work.slots(budgets),
         drafts=drafts,
         hints=[],
         prompts=prompts,
         prompt_set=f"{len(prompts)} held-out {CHAT_SET}",
-        num_tokens=num_tokens,
-        repetitions=measured.repetitions,
-        page_cache=disk.page_cache or "as-is",
-        disk=disk.label,
-        wrap_source=throttled(disk),
+        num_tokens=work.num_tokens,
+        repetitions=work.measured.repetitions,
+        page_cache=work.disk.page_cache or "as-is",
+        disk=work.disk.label,
+        wrap_source=throttled(work.disk),
         seed=seed or 0,
     )
-    captures = _captures(measured.captures)
+    captures = _captures(work.measured.captures)
     counted = None if captures is None else CaptureSet.open(captures)
     asked = PredictorsAsked(served, counted, sources=sources)
-    return services.measure_predictors(asked, detect_machine(), console.progress)
+    return work.services.measure_predictors(asked, detect_machine(), work.console.progress)
 
 
 def _captures(place: Path | None) -> Path | None:

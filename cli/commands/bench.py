@@ -18,7 +18,7 @@ from cli.bench_options import (
     words_of,
 )
 from cli.bench_output import write_rows
-from cli.bench_report import show_warm_start, ssd_wait_report, warm_start_report
+from cli.bench_report import ReportWork, show_warm_start, ssd_wait_report, warm_start_report
 from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import Console, as_json_value
 from cli.draft_report import draft_report, show_draft_report
@@ -129,19 +129,19 @@ def bench(
                 checked = verify_report(services, console, found, memory, disk)
                 _show(console, form, checked, show_verify_report)
                 return OK if checked.is_passed else FAILED
-            given = (services, console, found, measured, memory, disk, _answer_tokens(measured))
+            work = ReportWork(services, console, found, measured, memory, disk, _answer_tokens(measured))
             if measured.report == "draft":
-                return _show(console, form, draft_report(*given, drafts), show_draft_report, place)
+                return _show(console, form, draft_report(work, drafts), show_draft_report, place)
             if measured.report == "warm-start":
-                _show(console, form, warm_start_report(*given), show_warm_start)
+                _show(console, form, warm_start_report(work), show_warm_start)
                 return OK
             budgets = shares("--budgets", measured.budgets)
             if measured.report == "predictors":
                 named = words_of("--hints", measured.hints, BENCH_HINTS) if measured.hints else None
-                known = predictor_report(*given, budgets, drafts, seed, named)
+                known = predictor_report(work, budgets, drafts, seed, named)
                 return _show(console, form, known, show_predictor_report, place)
             hints = words_of("--hints", measured.hints or "off,near-gate,oracle", BENCH_HINTS)
-            return _show(console, form, ssd_wait_report(*given, budgets, drafts, hints), show_report, place)
+            return _show(console, form, ssd_wait_report(work, budgets, drafts, hints), show_report, place)
     request = SpeedRequest(
         prompts=counts("--n-prompt", measured.n_prompt),
         answers=counts("--n-gen", measured.n_gen or PLAIN_TOKENS),
