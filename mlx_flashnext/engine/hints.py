@@ -16,8 +16,8 @@ late layer goes behind an earlier one of an earlier layer. Those of the block af
 Invariants:
     I1  hints move bytes, never decisions: nothing here reaches the model;
     H1  at most one hand-over a layer, after the layer's exact request and before its wait (experts.py);
-    H2  layers are guessed while earlier ones run only where that leads to reads: after `IDLE_PASSES` passes
-        without one it is done in one pass of `REST_PASSES`;
+    H2  layers are guessed while earlier ones run, and a drafter is asked for routes, only where that leads to
+        reads: after `IDLE_PASSES` passes without one it is done in one pass of `REST_PASSES`;
     H3  guesses are handed over only as far as such guesses were right before (worth.py), and as the governor
         finds that cycles gain by it (hint_level.py): a predictor that knows nothing costs nothing;
     H4  prefill chunks get none: the union of a chunk is wider than the slots, and their layers are swept;
@@ -84,9 +84,9 @@ class Hints:
 
     @property
     def wants_routes(self) -> bool:
-        """Whether a drafter that can is to say which experts its proposals will want."""
+        """Whether a drafter that can is to say which experts its next proposal will want (H2)."""
         is_asked = self._predictor is not None and self._predictor.wants_routes and not self.stopped
-        return is_asked and self._least_right <= 1
+        return is_asked and self._least_right <= 1 and self._num_resting <= 1
 
     def set_level(self, least_right: float) -> None:
         """Set the share of guesses that must be right, from the next pass on; above 1 nobody is asked."""

@@ -230,6 +230,20 @@ def test_a_router_whose_early_choice_is_always_there_is_asked_now_and_then():
     assert [asked(1) for _ in range(5)] == [True] * 5, "one read, and it is asked again in every pass"
 
 
+def test_a_drafter_is_asked_for_routes_in_the_passes_in_which_layers_are_guessed():
+    predictor = Scripted([])
+    predictor.wants_routes, predictor.look_ahead = True, NearGate.look_ahead
+    hints = Hints(predictor, num_layers=3)
+    told, looked = [], []
+    for number in range(IDLE_PASSES + 2 * REST_PASSES):
+        told.append(hints.wants_routes)
+        hints.begin([1], number, is_prefill=False)
+        looked.append(bool(hints.looks_ahead(0)))
+        hints.commit(1)
+    assert told == looked
+    assert sum(told) == IDLE_PASSES + 2
+
+
 def test_prefill_and_foreign_layers_get_no_hints():
     hints = Hints(Scripted([Guess(0, 1)]), num_layers=3, log=RouteLog())
     assert hints.begin([1, 2], 0, is_prefill=True).hints == ()
