@@ -27,8 +27,9 @@ GDN_STEP_ROWS = 4
 # Query rows above the QSA budget that are gathered at a time: bounds the copies of selected keys.
 QSA_SPARSE_ROWS = 16
 # Rows up to which the pieces of a pass are replayed instead of described: a token and its proposals. Each
-# number of rows is a description that is kept.
-TRACED_ROWS = 16
+# number of rows is a description that is kept, and with more of them products are nearly all of the time
+# (bench/studies/replay_gain.py).
+TRACED_ROWS = 8
 FLOAT32_BYTES = 4
 # Small arrays of the parts queued ahead: what a one-row step needs beyond the sizes below (measured, rounded
 # up).
