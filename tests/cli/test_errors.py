@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+import drafter.errors
 import expert_store.errors
 import mlx_flashnext.engine.errors
 import mlx_flashnext.errors
@@ -17,6 +18,7 @@ ROOTS = [
     (expert_store.errors, expert_store.errors.StoreError),
     (mlx_flashnext.errors, mlx_flashnext.errors.ModelError),
     (mlx_flashnext.engine.errors, mlx_flashnext.engine.errors.EngineError),
+    (drafter.errors, drafter.errors.DrafterError),
 ]
 TREE = [
     kind
@@ -42,6 +44,9 @@ def test_every_error_keeps_its_message_and_hint_and_has_a_code(kind):
         ("DocumentCorrupt", 5),
         ("DocumentUnreadable", 1),
         ("DamagedDrafter", 5),
+        ("DamagedDocument", 5),
+        ("ForeignDocument", 3),
+        ("DrafterError", 1),
         ("IncompatibleDrafter", 3),
         ("CheckpointNotFound", 1),
         ("SourceFailed", 1),
@@ -58,7 +63,7 @@ def test_every_error_keeps_its_message_and_hint_and_has_a_code(kind):
 )
 def test_codes_of_the_documented_table(name, code):
     (kind,) = (kind for kind in TREE if kind.__name__ == name)
-    assert describe(kind("x")).code == code
+    assert describe(kind("x", hint="")).code == code
 
 
 def test_every_name_in_the_table_exists():
