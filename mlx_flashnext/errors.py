@@ -6,12 +6,14 @@ a `context` of plain values for programs. They are caught once, at the command l
 
 from __future__ import annotations
 
+import re
 from typing import Final
-
-from expert_store.errors import brief
 
 MAX_MESSAGE: Final = 2000
 """Characters of a message: a value out of a hostile file may have millions."""
+# As in the store's errors, which the model, whose errors these are too, must not know.
+_WORD_KEPT: Final = 120
+_LONG_WORD: Final = re.compile(r"\S{200,}")
 
 
 class ModelError(Exception):
@@ -24,7 +26,8 @@ class ModelError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str = "", **context: object) -> None:
-        message = brief(message, MAX_MESSAGE)
+        message = _LONG_WORD.sub(lambda word: f"{word[0][:_WORD_KEPT]}...", message)
+        message = message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
         super().__init__(message)
         self.message = message
         self.hint = hint
