@@ -187,7 +187,7 @@ class Prefetcher:
             self._give_up([ticket for ticket in unused.values() if ticket.generation < generation])
 
     def passed(self, layer: int, owner: int) -> None:
-        """Cancel the owner's queued guesses for the demand that a layer has just had: it did not want them."""
+        """Cancel the owner's queued guesses for the demand that a layer has just had without them."""
         if self._waiting[layer]:
             queued = self._issuing.queue.guesses()
             self._cancel(
