@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 import psutil
 
-from mlx_flashnext.model.traced import replay_pieces
+from mlx_flashnext.model.traced import may_replay, replay_pieces
 
 FUSE_VARIABLE = "FLASHNEXT_FUSE"
 """Set to anything, the CPU backend replays too. It calls g++ for each fused kernel at its first use: 25 of
@@ -133,7 +133,7 @@ def detect_machine() -> Machine:
         max_buffer_bytes=None if largest is None else int(largest),
         imports_bytes=resident_bytes(),
         cache_bytes=(256 if on_metal else 8) * MIB,
-        replays=on_metal or bool(os.environ.get(FUSE_VARIABLE)),
+        replays=may_replay() and (on_metal or bool(os.environ.get(FUSE_VARIABLE))),
     )
 
 

@@ -19,6 +19,7 @@ R3. What is kept for the life of the process holds no weights.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -36,11 +37,16 @@ _is_on = False
 _replays: dict[object, Callable[..., Any]] = {}
 
 
+def may_replay() -> bool:
+    """Return whether MLX's own variable leaves it to us."""
+    return "MLX_DISABLE_COMPILE" not in os.environ
+
+
 def replay_pieces(is_on: bool) -> None:
-    """Let every piece in this process be replayed, with MLX's own compiled functions, or neither."""
+    """Let every piece in this process be replayed, if it may, and MLX's compiled functions; or neither."""
     global _is_on
-    _is_on = is_on
-    (mx.enable_compile if is_on else mx.disable_compile)()
+    _is_on = is_on and may_replay()
+    (mx.enable_compile if _is_on else mx.disable_compile)()
 
 
 def traced(describe: Callable[P, R]) -> Callable[P, R]:

@@ -15,12 +15,12 @@ import pytest
 
 from mlx_flashnext.demo import demo_dir
 from mlx_flashnext.engine.engine import Engine
-from mlx_flashnext.engine.machine import detect_machine
+from mlx_flashnext.engine.machine import FUSE_VARIABLE, detect_machine
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.geometry import TRACED_ROWS
 from mlx_flashnext.model import gdn, traced
 from mlx_flashnext.model.traced import replay_pieces
-from tests.tiny.checkpoints import build_hf
+from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.engines import greedy
 from tests.tiny.stepping import advance, computed
 from tests.tiny.weights import TinyModel
@@ -28,25 +28,31 @@ from tests.tiny.weights import TinyModel
 TOKENS = [7, 3, 99, 41, 3, 3, 64, 12, 80, 33, 5, 21, 90, 2, 17, 55, 8, 61, 120, 44]
 
 
-@pytest.fixture
-def replaying() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let pieces be replayed, with a compiler of C++ as fused kernels."""
-    replay_pieces(True)
+    monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
     yield
     replay_pieces(False)
 
 
-def outcome(directory: Path, sizes: list[int]) -> dict[str, np.ndarray]:
+@pytest.fixture
+def replaying(_allowed: None) -> None:
+    """Replay."""
+    replay_pieces(True)
+
+
+def outcome(directory: Path, sizes: list[int], dtype: mx.Dtype = mx.float32) -> dict[str, np.ndarray]:
     """Return logits of every token and all that a sequence carries, after blocks of some sizes."""
-    tiny = TinyModel.open(directory)
+    tiny = TinyModel.open(directory, dtype=dtype)
     state, at, logits = tiny.model.new_state(), 0, []
     for size in sizes:
         out = advance(tiny.model, TOKENS[at : at + size], state, logits="all")
         assert out.logits is not None
-        logits.append(np.array(out.logits))
+        logits.append(np.array(out.logits.astype(mx.float32)))
         at += size
     found = {"logits": np.concatenate(logits)}
-    return {**found, **computed(state)}
+    return {**found, **{name: np.array(array.astype(mx.float32)) for name, array in computed(state).items()}}
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
@@ -58,11 +64,15 @@ def test_a_replay_gives_the_bits_of_the_description(tmp_path: Path, sizes: list[
     directory = build_hf(tmp_path, tokenizer=False)
     described = outcome(directory, sizes)
     replay_pieces(True)
-    try:
-        replayed = outcome(directory, sizes)
-    finally:
-        replay_pieces(False)
-    assert same(described, replayed)
+    assert same(described, outcome(directory, sizes))
+
+
+def test_it_does_in_bfloat16_too(tmp_path: Path) -> None:
+    """Metal's type: a fused kernel must round after every step, as steps of their own do."""
+    directory = build_mlx(tmp_path, tokenizer=False)
+    described = outcome(directory, [1, 1, 3], mx.bfloat16)
+    replay_pieces(True)
+    assert same(described, outcome(directory, [1, 1, 3], mx.bfloat16))
 
 
 def test_a_piece_that_reads_what_changes_would_show(tmp_path: Path) -> None:
@@ -79,7 +89,6 @@ def test_a_piece_that_reads_what_changes_would_show(tmp_path: Path) -> None:
         steps[0] = 0
         with mock.patch.object(gdn.GatedDeltaNet, "mix", counts):
             found.append(outcome(directory, [1] * 20))
-    replay_pieces(False)
     assert not same(*found)
 
 
@@ -157,3 +166,15 @@ def test_an_owner_that_hides_weights_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Hides\.weights"):
         traced.traced(Hides().times)
+
+
+def test_the_environment_may_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    monkeypatch.setenv(FUSE_VARIABLE, "1")
+    assert not detect_machine().replays
+    replay_pieces(True)
+    assert not traced._is_on
+    monkeypatch.delenv("MLX_DISABLE_COMPILE")
+    assert detect_machine().replays
+    monkeypatch.delenv(FUSE_VARIABLE)
+    assert detect_machine().replays == (detect_machine().backend == "metal")
