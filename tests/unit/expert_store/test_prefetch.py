@@ -234,7 +234,7 @@ NO_CHANCES = [
 ]
 
 
-@pytest.mark.parametrize("chances", NO_CHANCES, ids=repr)
+@pytest.mark.parametrize("chances", NO_CHANCES, ids=["none", "list", "bytes", "short", "doubles", "rows"])
 def test_an_outlook_that_is_none_is_ignored(chances):
     rig = make_rig(num_experts=8, slots=4, lengths=ONE)
     outlook = {0: chances, 99: memoryview(array("f", [1.0] * 8))}
