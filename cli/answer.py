@@ -180,7 +180,7 @@ def play(session: SessionLike, ask: Ask, sink: Sink, interrupts: Interrupts) -> 
     )
     reached = (0, len(ask.prompt))
     pulse = Pulse(lambda waited_s: sink.waiting(waited_s, *reached))
-    with interrupts.polled(), closing(cast("_Closable", events)), pulse:
+    with _not_blaming(interrupts), interrupts.polled(), closing(cast("_Closable", events)), pulse:
         for event in events:
             if isinstance(event, PrefillProgress):
                 with pulse.held():
@@ -195,6 +195,17 @@ def play(session: SessionLike, ask: Ask, sink: Sink, interrupts: Interrupts) -> 
                 take(splitter.flush(), None)
                 return Answer("".join(answer), "".join(reasoning), event.reason, event.statistics)
     raise AssertionError("the engine ended an answer without saying so")
+
+
+@contextmanager
+def _not_blaming(interrupts: Interrupts) -> Generator[None]:
+    """Take what MLX raises after Ctrl-C for it: the press also ends a compiler that MLX waits for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is RuntimeError and interrupts.was_pressed():
+            raise KeyboardInterrupt from error
+        raise
 
 
 class _Closable(Protocol):

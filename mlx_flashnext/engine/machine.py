@@ -21,8 +21,7 @@ from mlx_flashnext.model.traced import may_replay, replay_pieces
 FUSE_VARIABLE = "FLASHNEXT_FUSE"
 """Set to anything, the CPU backend replays too. It calls g++ for each fused kernel at its first use: 25 of
 them for an answer of the demo, 15 s once per machine, kept under the folder for temporary files, where it
-neither waits for a second process that builds the same one nor asks who has put a file there. So not unless
-asked."""
+loads them again whoever has put them there. So not unless asked."""
 
 _STATUS = Path("/proc/self/status")
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cli.answer import _not_blaming
+from cli.interrupts import Interrupts
 from expert_store.store import POLICIES
 from tests.cli.scripted import Script
 from tests.tiny.tokenizer import IM_END, write_tokenizer
@@ -392,3 +394,15 @@ def test_vision_that_is_not_read_is_said_once_of_each_checkpoint(cli):
     assert "vision" not in cli.run("hello", "--quiet", script=other).stderr
     assert "2 vision tensors" in cli.run("hello", script=other).stderr
     assert "vision" not in cli.run("hello", script=Script(["Hi.<|im_end|>"], digest="f" * 64)).stderr
+
+
+def test_what_mlx_raises_after_ctrl_c_is_the_interruption():
+    """The press also ends the compiler that MLX has started for a fused kernel."""
+    with Interrupts() as interrupts:
+        with pytest.raises(RuntimeError, match="shared library"), _not_blaming(interrupts):
+            raise RuntimeError("Could not load C++ shared library")
+        interrupts._was_pressed = True
+        with pytest.raises(KeyboardInterrupt), _not_blaming(interrupts):
+            raise RuntimeError("Could not load C++ shared library")
+        with pytest.raises(RecursionError), _not_blaming(interrupts):
+            raise RecursionError  # a fault of our own stays one

@@ -30,10 +30,7 @@ TOKENS = [7, 3, 99, 41, 3, 3, 64, 12, 80, 33, 5, 21, 90, 2, 17, 55, 8, 61, 120, 
 
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let pieces be replayed, with a compiler of C++ as fused kernels.
-
-    MLX opens a kernel that another process is still writing, so each test process has a folder of its own.
-    """
+    """Let pieces be replayed, with a compiler of C++ as fused kernels, which are gone with the test run."""
     kernels = tmp_path_factory.getbasetemp() / "kernels"
     kernels.mkdir(exist_ok=True)
     monkeypatch.setenv("TMPDIR", str(kernels))
