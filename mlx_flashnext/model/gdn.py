@@ -106,7 +106,7 @@ class GatedDeltaNet:
         """
         del position
         y_TD, *left = self.mix(x_TD, state.recurrent, state.conv_window, is_revocable)
-        return y_TD, staged(state, left)
+        return y_TD, self.staged(state, left)
 
     def mix(
         self, x_TD: mx.array, recurrent: mx.array, history: mx.array, is_revocable: bool
@@ -145,15 +145,17 @@ class GatedDeltaNet:
             return (y_TD, *final)
         return (y_TD, *final, window, k_Thk, v_Tjv, gamma_Tj, beta_Tj, *states[:-1])
 
-
-def staged(state: GdnState, left: Sequence[mx.array]) -> Staged[GdnState]:
-    """Return what a block left: `left` is what `GatedDeltaNet.mix` returned beside y_TD, from `state` on."""
-    recurrent, history, *journal = left
-    final = GdnState(recurrent, history)
-    if not journal:
-        return Staged(final)
-    window, k_Thk, v_Tjv, gamma_Tj, beta_Tj, *starts = journal
-    return Staged(final, GdnJournal((state.recurrent, *starts), window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj)))
+    @staticmethod
+    def staged(state: GdnState, left: Sequence[mx.array]) -> Staged[GdnState]:
+        """Return what a block left: `left` is what `mix` returned beside y_TD, from `state` on."""
+        recurrent, history, *journal = left
+        final = GdnState(recurrent, history)
+        if not journal:
+            return Staged(final)
+        window, k_Thk, v_Tjv, gamma_Tj, beta_Tj, *starts = journal
+        return Staged(
+            final, GdnJournal((state.recurrent, *starts), window, (k_Thk, v_Tjv, gamma_Tj, beta_Tj))
+        )
 
 
 def recur(inputs: list[mx.array], recurrent: mx.array, step: int) -> tuple[mx.array, list[mx.array]]:

@@ -15,7 +15,6 @@ import mlx.core as mx
 from mlx_flashnext.config import LayerKind, ModelConfig
 from mlx_flashnext.layer_state import GdnState, LayerState, QsaState, Staged
 from mlx_flashnext.model.gdn import GatedDeltaNet
-from mlx_flashnext.model.gdn import staged as gdn_staged
 from mlx_flashnext.model.host import HostSync
 from mlx_flashnext.model.hyper import HyperConnection
 from mlx_flashnext.model.moe import Early, ExpertProvider, LookAhead, MixtureOfExperts
@@ -131,7 +130,7 @@ class DecoderLayer:
         if self._gdn is not None:
             assert isinstance(state, GdnState)
             y_TD, *left = self._recur(x_TD, state.recurrent, state.conv_window, is_revocable)
-            return y_TD, gdn_staged(state, left)
+            return y_TD, self._gdn.staged(state, left)
         assert self._qsa is not None
         assert isinstance(state, QsaState)
         projected = Projected(*self._project(x_TD))

@@ -2,7 +2,7 @@
 
 Describing a token in Python names two thousand nodes, which took the inference thread 11 of the 15 to 18 ms
 of a token of the demo. `mx.compile` keeps a description and replays it in C++, with chains of elementwise
-steps as one kernel each: 0.77 of the time of a token (bench/LEDGER.md). Entry points: `traced`,
+steps as one kernel each: 0.79 of the time of a token (`bench.studies.replay_gain`). Entry points: `traced`,
 `replay_pieces`.
 
 A description is kept for each number of rows, not for each layer: the weights are inputs of it. With weights

@@ -18,8 +18,8 @@ SMALL = ("-p", "6", "-n", "3", "-r", "2", "--slots", "5", "--seed", "4")
 # What METRICS.md asks every report to state, the commit left out: an installed program has none.
 STATED = {
     "model_digest", "quantisation", "budget_bytes", "slots_per_layer", "num_experts", "page_cache",
-    "page_cache_how", "prompt_set", "sampling", "machine", "backend", "mlx", "flashnext", "disk", "hints",
-    "draft", "record_bytes", "samples", "n_prompt", "n_gen", "n_depth",
+    "page_cache_how", "prompt_set", "sampling", "machine", "backend", "kernels", "mlx", "flashnext", "disk",
+    "hints", "draft", "record_bytes", "samples", "n_prompt", "n_gen", "n_depth",
 }  # fmt: skip
 
 

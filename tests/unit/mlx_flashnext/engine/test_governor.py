@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_flashnext.engine.governor import LARGEST_STEPS, WATCHED_CYCLES, Governor
+from mlx_flashnext.engine.governor import CARRIED_STEPS, LARGEST_STEPS, WATCHED_CYCLES, Governor
 from mlx_flashnext.engine.learned import Learned
 
 PLAIN_NS = 1_000_000
@@ -214,3 +214,36 @@ def test_a_text_that_turns_costs_no_more_than_it_had_gained(monkeypatch: pytest.
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5])
 def test_a_draft_that_makes_blocks_and_does_not_pay_costs_less_than_three_percent(accept: float) -> None:
     assert mean_rate(lambda: Governor(7), cost=block, accept=accept) < 1.03
+
+
+def borne(purse: float) -> int:
+    """Return how many cycles without an acceptance are borne in an answer whose drafter paid before."""
+    earlier = Learned((1.0,) + (3.0,) * 7, (8.0,) * 8, (24.0,) * 7, (23.0,) * 7, purse)
+    governor = Governor(7, earlier=earlier)
+    governor.begin_answer()
+    governor.count(0, 0, 1, PLAIN_NS)
+    for number in range(50):
+        width = governor.width(100)
+        if not width:
+            return number
+        governor.count(width, 0, 1, 3 * PLAIN_NS)
+    raise AssertionError("it never rests")
+
+
+def test_what_an_answer_gained_lets_the_next_one_begin_badly() -> None:
+    first = Governor(7, earlier=Learned((1.0,) + (3.0,) * 7, (8.0,) * 8, (24.0,) * 7, (23.0,) * 7))
+    first.count(0, 0, 1, PLAIN_NS)
+    for _ in range(6):
+        first.count(7, 7, 8, 3 * PLAIN_NS)
+    assert first.learned().purse == CARRIED_STEPS
+    assert borne(CARRIED_STEPS) > borne(0.0)
+    assert borne(1e3) == borne(CARRIED_STEPS), "whatever a kept file says"
+
+
+def test_widths_that_were_tried_once_each_say_together_that_nothing_pays() -> None:
+    governor = Governor(7)
+    governor.count(0, 0, 1, PLAIN_NS)
+    for width in (4, 5, 6, 7):  # the first one's time is not counted
+        governor.count(width, 0, 1, 5 * PLAIN_NS)
+    later = Governor(7, earlier=governor.learned())
+    assert later.is_resting, "it would lose as much again in every answer"
