@@ -167,7 +167,7 @@ class ExpertStore:
         owner: int = 0,
         row_masks: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[int], None] | None = None,
     ) -> Lease:
         """Return a lease on the experts; blocks until they are in memory.
 
@@ -177,8 +177,8 @@ class ExpertStore:
             owner: As `request`.
             row_masks: As `request`.
             timeout_s: Give up after this many seconds; None never.
-            meanwhile: Called once, when the reads are queued and before they are waited for: the moment to
-                hand over hints, which then cannot overtake what is demanded.
+            meanwhile: Called once with the number of reads to wait for, when they are queued and before they
+                are waited for: hints that are handed over then cannot overtake what is demanded.
 
         Raises:
             StoreError: As `request` and `LeaseRequest.wait`. Nothing stays pinned.
@@ -194,7 +194,7 @@ class ExpertStore:
                 self._wait_for_slots(self._shelf(layer), timeout_s)
         try:
             if meanwhile is not None:
-                meanwhile()
+                meanwhile(request.num_pending)
             return request.wait(timeout_s)
         except BaseException:  # KeyboardInterrupt included: an abandoned request must not keep pins
             request.cancel()

@@ -12,7 +12,7 @@ Invariants
 # Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots.
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -26,6 +26,9 @@ from mlx_flashnext.checkpoint import ExpertLayout
 from mlx_flashnext.model.host import HostSync, fence
 from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.model.quant import expert_glu
+
+TELLING_READS: Final = 3
+"""Reads of a layer that take as long as its listener does: while so many are waited for, telling is free."""
 
 
 class HandOver(NamedTuple):
@@ -102,6 +105,9 @@ class ResidentExperts:
     def expect(self, layer: int, ids_TN: Sequence[Sequence[int]]) -> None:
         """Do nothing."""
 
+    def device_busy(self) -> None:
+        """Do nothing."""
+
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array) -> mx.array:
         """Return every pair's expert output.
 
@@ -150,6 +156,7 @@ class StreamedExperts:
         self.listener: RouteListener | None = None
         self._identity: set[int] = set()
         self._held: list[Lease] = []
+        self._untold: tuple[int, Sequence[Sequence[int]]] | None = None
 
     def preload(self, layers: Sequence[int], progress: Callable[[int, int], None] | None = None) -> None:
         """Fill layers whose slots hold every expert, slot by expert, so that they need no read-back.
@@ -209,7 +216,7 @@ class StreamedExperts:
                 union,
                 owner=self.owner,
                 row_masks=self._row_masks(union, ids_TK),
-                meanwhile=lambda: self._tell(layer, ids_TK),
+                meanwhile=lambda num_reads: self._tell_or_put_off(layer, ids_TK, num_reads),
             )
             self._held.append(lease)
             slot_of = dict(zip(lease.experts, lease.slots, strict=True))
@@ -223,6 +230,17 @@ class StreamedExperts:
             lease.release()
         self._held.clear()
 
+    def device_busy(self) -> None:
+        """Let the listener hear what was put off: the device computes meanwhile."""
+        if self._untold is not None:
+            (layer, ids_TK), self._untold = self._untold, None
+            self._tell(layer, ids_TK)
+
+    def end_pass(self) -> None:
+        """End a pass: nobody listens any more, to what was put off either."""
+        self.listener = self._untold = None
+        self.num_unverified = 0
+
     def hand_over(self, ahead: HandOver) -> None:
         """Give hints to the store: at most one hand-over, never a wait."""
         if ahead.hints or ahead.outlook:
@@ -233,6 +251,13 @@ class StreamedExperts:
             )
             if self.listener is not None:
                 self.listener.accepted(issued)
+
+    def _tell_or_put_off(self, layer: int, ids_TK: Sequence[Sequence[int]], num_reads: int) -> None:
+        """Tell now if the wait for a layer's reads hides it, else once the device has work again."""
+        if num_reads >= TELLING_READS:
+            self._tell(layer, ids_TK)
+        else:
+            self._untold = layer, ids_TK
 
     def _tell(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
         """Let the listener hear a layer's choice and hand over what it says."""

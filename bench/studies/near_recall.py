@@ -70,9 +70,10 @@ def of_sequence(engine: Engine, tokens: list[int], start: int) -> dict[str, dict
     try:
         with model.new_state().begin(len(tokens), revocable=False) as block:
             output = model.forward(tokens, block, logits="none", taps=range(engine.config.num_hidden_layers))
+            engine.target.experts.device_busy()
             mx.eval(output.stack)
     finally:
-        engine.target.experts.listener = None
+        engine.target.experts.end_pass()
         engine.target.experts.device_idle()
     found: dict[str, dict[int, list[float]]] = {}
     for layer in range(1, engine.config.num_hidden_layers):

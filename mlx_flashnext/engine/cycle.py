@@ -152,6 +152,7 @@ class Timeline:
             output = self.target.model.forward(
                 chunk, block, logits="none", taps=wants.taps, contraction=wants.contraction
             )
+            self.target.experts.device_busy()
             fence(self.target.sync, output.stack)
             block.commit()
         self._advance(chunk)
@@ -186,6 +187,7 @@ class Timeline:
                 tokens, block, logits="all", taps=wants.taps, contraction=wants.contraction
             )
             assert output.logits is not None
+            target.experts.device_busy()
             verdict = verify(output.logits, proposal, sampler, drafting.rule, target.sync)
             laps.end("verify")
             kept = verdict.tokens[: admit(verdict.tokens)]
@@ -244,8 +246,7 @@ class Timeline:
             with self.state.begin(len(tokens), revocable=is_revocable) as block:
                 yield block
         finally:
-            experts.listener = None
-            experts.num_unverified = 0
+            experts.end_pass()
 
     def _read_early(self, routes: RouteHints) -> None:
         """Read ahead for the block to come what the drafter says before it has proposed."""

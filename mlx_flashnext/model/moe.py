@@ -78,6 +78,10 @@ class ExpertProvider(Protocol):
         """
         ...
 
+    def device_busy(self) -> None:
+        """Do what need not be done while the device waits for the host: it has work until the next ids."""
+        ...
+
     def run(self, layer: int, x_TD: mx.array, ids_TK: mx.array | Sequence[Sequence[int]]) -> mx.array:
         """Return every pair's expert output.
 
@@ -208,6 +212,7 @@ class MixtureOfExperts:
             mx.async_eval(read_TJ)
             shared_TD = self._shared(x_TD)
             mx.async_eval(shared_TD)
+            self._experts.device_busy()
             y_TKD = self._experts.run(self._layer, x_TD, self._read_back(read_TJ, ids_TK.shape[1], early))
         return combined(weights_TK, y_TKD, shared_TD)
 

@@ -26,7 +26,7 @@ from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
 from mlx_flashnext.engine.predictors import Predictor, Previous
-from mlx_flashnext.experts import HandOver
+from mlx_flashnext.experts import TELLING_READS, HandOver
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.simulation.simulated_machine import SimulatedMachine
@@ -264,10 +264,18 @@ class Simulation:
         expert_ns = self.machine.compute.expert_ns
         if len(union) <= self._slots[layer]:
             masks = _row_masks(union, rows) if is_revocable else None
-            lease = self.store.acquire(
-                layer, union, owner=OWNER, row_masks=masks, meanwhile=lambda: self._tell(layer, rows)
-            )
+            num_reads = 0
+
+            def tell(num: int) -> None:
+                nonlocal num_reads
+                num_reads = num
+                if num >= TELLING_READS:
+                    self._tell(layer, rows)
+
+            lease = self.store.acquire(layer, union, owner=OWNER, row_masks=masks, meanwhile=tell)
             self._held.append(lease)
+            if num_reads < TELLING_READS:
+                self._tell(layer, rows, is_free=True)  # the device computes meanwhile
             self._compute(expert_ns * len(union))
             return
         half = max(1, self._slots[layer] // 2)
@@ -280,10 +288,10 @@ class Simulation:
                     request = self.store.request(layer, later, owner=OWNER)
                 self._compute(expert_ns * len(lease.experts))
 
-    def _tell(self, layer: int, rows: Rows) -> None:
-        self._hand_over(self._hints.routed(layer, rows))
+    def _tell(self, layer: int, rows: Rows, *, is_free: bool = False) -> None:
+        self._hand_over(self._hints.routed(layer, rows), is_free=is_free)
 
-    def _hand_over(self, ahead: HandOver) -> None:
+    def _hand_over(self, ahead: HandOver, *, is_free: bool = False) -> None:
         if ahead.hints or ahead.outlook:
             issued: list[Prefetch] = []
             generation = self._generation + ahead.passes_ahead
@@ -291,7 +299,8 @@ class Simulation:
                 ahead.hints, owner=OWNER, generation=generation, issued=issued, outlook=ahead.outlook
             )
             self._hints.accepted(issued)
-            self._simulated.hold(self.machine.compute.hint_ns)
+            if not is_free:
+                self._simulated.hold(self.machine.compute.hint_ns)
 
     def _compute(self, duration_ns: int) -> None:
         self._simulated.compute(duration_ns, self.machine.compute.record_ns)

@@ -197,6 +197,13 @@ class _Experts:
         for expert in union:
             self.outstanding.pop((layer, expert), None)
 
+    def device_busy(self) -> None:
+        """Do nothing: whoever listens has heard it."""
+
+    def end_pass(self) -> None:
+        """Let nobody listen any more."""
+        self.listener, self.num_unverified = None, 0
+
     def device_idle(self) -> None:
         """End every lease held."""
         for lease in self._held:

@@ -33,7 +33,8 @@ from mlx_flashnext.engine.predictors import (
 )
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
 from mlx_flashnext.engine.sampler import SamplingParams
-from mlx_flashnext.experts import StreamedExperts
+from mlx_flashnext.experts import TELLING_READS, StreamedExperts
+from mlx_flashnext.model.moe import MixtureOfExperts
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
 
@@ -246,10 +247,13 @@ def test_hints_cost_no_wait_for_the_device(tiny_dir, recorded, kind):
     assert got.end.statistics.num_syncs == expected.end.statistics.num_syncs == NUM_TOKENS * (NUM_LAYERS + 1)
 
 
-def test_a_layer_hands_over_once_after_its_demand_and_before_its_wait(tiny_dir, recorded, monkeypatch):
+@pytest.mark.parametrize("num_reads", [0, TELLING_READS - 1, TELLING_READS, TELLING_READS + 5])
+def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monkeypatch, num_reads):
+    """In its wait where that is long, else once the device has work again: before the next layer's ids."""
     _, routes = recorded["greedy"]
     events: list[tuple[str, int]] = []
     request, prefetch, wait = ExpertStore.request, ExpertStore.prefetch, LeaseRequest.wait
+    read_back = MixtureOfExperts._read_back
 
     def requested(self, layer, *rest, **named):
         events.append(("request", layer))
@@ -265,14 +269,23 @@ def test_a_layer_hands_over_once_after_its_demand_and_before_its_wait(tiny_dir, 
 
     monkeypatch.setattr(ExpertStore, "request", requested)
     monkeypatch.setattr(ExpertStore, "prefetch", handed)
+
+    def read(self, *rest):
+        events.append(("read back", 0))
+        return read_back(self, *rest)
+
     monkeypatch.setattr(LeaseRequest, "wait", waited)
+    monkeypatch.setattr(LeaseRequest, "num_pending", property(lambda _: num_reads))
+    monkeypatch.setattr(MixtureOfExperts, "_read_back", read)
     with open_tiny(tiny_dir, slots=9) as engine:
         session = engine.session(hints=Hints(Oracle(routes), NUM_LAYERS))
         list(session.generate(PROMPT, GREEDY, max_tokens=0))
         events.clear()
         collect(session.generate(PROMPT, GREEDY, max_tokens=3), session)
     names = [name for name, _ in events]
-    block = ["prefetch", *["request", "prefetch", "wait"] * NUM_LAYERS]
+    in_its_wait = ["read back", "request", "prefetch", "wait"]
+    afterwards = ["read back", "request", "wait", "prefetch"]
+    block = ["prefetch", *(in_its_wait if num_reads >= TELLING_READS else afterwards) * NUM_LAYERS]
     assert names == block * 3
 
 
