@@ -6,7 +6,6 @@ Nothing here measures. A commit is not among the facts: whoever runs an installe
 in `bench/` add theirs.
 """
 
-import os
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.config import Fp8Blocks, MatrixSpec
-from mlx_flashnext.engine.machine import Machine
+from mlx_flashnext.engine.machine import Machine, usable_cpus
 from mlx_flashnext.engine.plan import Plan
 
 
@@ -121,12 +120,6 @@ def conditions_of(
         prompt_set=prompt_set,
         sampling=sampling,
     )
-
-
-def usable_cpus() -> int:
-    """Return the processors this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def version_of(distribution: str) -> str:

@@ -27,9 +27,9 @@ from drafter.api import MAX_PROPOSALS
 from drafter.reasons import shown
 from expert_store.published import publish
 from mlx_flashnext.checkpoint import Checkpoint
-from mlx_flashnext.engine.conditions import usable_cpus, version_of
+from mlx_flashnext.engine.conditions import version_of
 from mlx_flashnext.engine.learned import MOST_TRUST, NOTHING_LEARNED, SURVIVAL_TRUST, Learned
-from mlx_flashnext.engine.machine import GIB, Machine
+from mlx_flashnext.engine.machine import GIB, Machine, usable_cpus
 from mlx_flashnext.engine.plan import Plan
 from mlx_flashnext.regular_file import read_regular
 

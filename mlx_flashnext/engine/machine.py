@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 import psutil
 
+from mlx_flashnext.model.halves import compute_in_halves
 from mlx_flashnext.model.traced import may_replay, replay_pieces
 
 FUSE_VARIABLE = "FLASHNEXT_FUSE"
@@ -41,6 +42,7 @@ class Machine:
         imports_bytes: resident size of this process once everything is imported and nothing is loaded.
         cache_bytes: what MLX may keep of freed buffers.
         replays: whether pieces of a pass are replayed as fused kernels (`model/traced.py`).
+        halves: whether large products are computed on two cores (`model/halves.py`).
     """
 
     name: str
@@ -52,6 +54,7 @@ class Machine:
     imports_bytes: int
     cache_bytes: int
     replays: bool = True
+    halves: bool = False
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -116,6 +119,12 @@ def peak_array_bytes() -> int:
     return mx.get_peak_memory()
 
 
+def usable_cpus() -> int:
+    """Return the processors this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
 def detect_machine() -> Machine:
     """Describe the machine this process runs on."""
     memory = psutil.virtual_memory()
@@ -132,6 +141,7 @@ def detect_machine() -> Machine:
         max_buffer_bytes=None if largest is None else int(largest),
         imports_bytes=resident_bytes(),
         cache_bytes=(256 if on_metal else 8) * MIB,
+        halves=not on_metal and usable_cpus() > 1,
         replays=may_replay() and (on_metal or bool(os.environ.get(FUSE_VARIABLE))),
     )
 
@@ -183,6 +193,7 @@ def prepare_device(machine: Machine, planned_bytes: int) -> None:
     """Set MLX's process-wide limits for a plan. Call once, before anything is allocated."""
     mx.set_cache_limit(machine.cache_bytes)
     replay_pieces(machine.replays)
+    compute_in_halves(machine.halves)
     if machine.backend == "cpu":
         return
     # Slot banks live outside any module tree, so nobody else wires them. Effect to be shown on a Mac.

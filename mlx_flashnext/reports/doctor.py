@@ -9,8 +9,8 @@ from typing import Final
 
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext.checkpoint import Checkpoint
-from mlx_flashnext.engine.conditions import quantisation_of, usable_cpus, version_of
-from mlx_flashnext.engine.machine import Machine
+from mlx_flashnext.engine.conditions import quantisation_of, version_of
+from mlx_flashnext.engine.machine import Machine, usable_cpus
 from mlx_flashnext.reports.disk import DiskRate, measure_disk
 from mlx_flashnext.reports.page_cache import MOST_CACHED, cached_share, prepare
 
