@@ -4,8 +4,9 @@
     python -m bench.studies.peers table RESULTS
 
 WORK holds the forms of one checkpoint, written beforehand: `python -m bench.studies.peers.checkpoint large
-WORK/large-mlx`, then `flashnext pack WORK/large-mlx WORK/large-pack` and, in the peer's environment, `python -m
-mlx_vlm moe_offload --build WORK/large-mlx --out WORK/large-off`. For the leg `reference` likewise with `small`, and with `--layout hf` and `gguf.py`.
+WORK/large-mlx`, then `flashnext pack WORK/large-mlx WORK/large-pack --no-golden` and, in the peer's
+environment, `python -m mlx_vlm moe_offload --build WORK/large-mlx --out WORK/large-off`. For the leg
+`reference` likewise with `small`, and with `--layout hf` and `gguf_form.py`.
 `run` does what RESULTS lacks, as far as the seconds go, and may be called again; it needs root, for control
 groups and dropping the page cache. The last line of stdout is one JSON document.
 """
