@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.synth.presets import Preset
 from bench.synth.tensors import TRUNK, Tensor
-from bench.synth.values import Grid, Head, e4m3_values, float_bytes, vector_values
+from bench.synth.values import Grid, Head, NearIdentity, e4m3_values, float_bytes, vector_values
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "I64": 8, "U32": 4, "U8": 1, "F8_E4M3": 1}
 ROUTER_SKEW = 0.6
@@ -96,6 +96,10 @@ def _grid(tensor: Tensor, preset: Preset, seed: int, held: dict[str, Grid]) -> G
     if tensor.name == "lm_head" and is_exact and rows * columns <= HEAD_LIMIT:
         return Head(
             seed, tensor.name, rows, columns, tensor.std, bits, grid.group_size, embedding=held["embedding"]
+        )
+    if tensor.diagonal:
+        return NearIdentity(
+            seed, tensor.name, rows, columns, tensor.std, bits, grid.group_size, diagonal=tensor.diagonal
         )
     return grid
 

@@ -21,7 +21,8 @@ class Tensor:
     """One logical tensor.
 
     `name` is official but without `.weight`; for experts it names one projection, which the official layout
-    does not store on its own. `std` is that of the values, `centre` their mean.
+    does not store on its own. `std` is that of the values, `centre` their mean; `diagonal` times the identity
+    is added to a square matrix.
     """
 
     name: str
@@ -29,11 +30,16 @@ class Tensor:
     shape: tuple[int, ...]
     std: float = 0.0
     centre: float = 0.0
+    diagonal: float = 0.0
     integers: tuple[int, ...] = ()
 
 
-def text_tensors(text: Mapping[str, Any], *, mtp: bool) -> Iterator[Tensor]:
-    """Yield every text tensor: embedding, layers in order, final mixer, head, MTP."""
+def text_tensors(text: Mapping[str, Any], *, mtp: bool, is_mtp_apt: bool = False) -> Iterator[Tensor]:
+    """Yield every text tensor: embedding, layers in order, final mixer, head, MTP.
+
+    An apt MTP module sees a token's embedding nearly as it is, so that it often proposes the successor which
+    `values.Head` has the target prefer.
+    """
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     yield Tensor(TRUNK + "embed_tokens", "matrix", (vocab, hidden), 1.0)
     for layer, kind in enumerate(text["layer_types"]):
@@ -46,7 +52,9 @@ def text_tensors(text: Mapping[str, Any], *, mtp: bool) -> Iterator[Tensor]:
     if mtp:
         yield Tensor("mtp.pre_fc_norm_embedding", "norm", (hidden,), 0.02)
         yield Tensor("mtp.pre_fc_norm_hidden", "norm", (text["hc_count"] * hidden,), 0.02)
-        yield Tensor("mtp.fc_embedding", "matrix", (hidden, hidden), 1 / math.sqrt(hidden))
+        noise, diagonal = (0.1, 1.5) if is_mtp_apt else (1.0, 0.0)
+        std = noise / math.sqrt(hidden)
+        yield Tensor("mtp.fc_embedding", "matrix", (hidden, hidden), std, diagonal=diagonal)
         yield Tensor("mtp.fc_hidden", "matrix", (hidden, hidden), 0.3 / math.sqrt(hidden))
         yield from _layer(text, "mtp.layers.0", is_linear=False)
         yield from _hyper(text, "mtp.hyper_connection_mixer", inject=False)

@@ -161,26 +161,16 @@ class Grid:
         return np.exp(self.row_skew * normal).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Head(Grid):
-    """An lm_head whose row pi(t) carries `alpha` of token t's embedding, pi one cycle over ordinary tokens.
+class Rounded(Grid):
+    """A grid whose values are computed whole and rounded to it. Affine, 4 and 8 bits only; held in memory."""
 
-    Greedy decoding then walks through many tokens with a wide margin, so different numerics agree. Ids below
-    8 are special and never preferred. Affine 4- and 8-bit grids only; the whole matrix is held in memory.
-    """
-
-    embedding: Grid | None = None
-    alpha: float = 0.35
+    def _values(self) -> NDArray[np.float32]:
+        """Return what is to be rounded, float32 [rows, columns]."""
+        raise NotImplementedError
 
     @cached_property
     def _quantised(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        assert self.embedding is not None
-        rng = np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), 3])
-        value = rng.standard_normal((self.rows, self.columns), dtype=np.float32)
-        value[:8] = 0
-        ordinary = rng.permutation(np.arange(8, self.rows))
-        value[np.roll(ordinary, -1)] += self.alpha * np.concatenate(list(self.embedding.dense()))[ordinary]
-        groups = (value * np.float32(self.std)).reshape(self.rows, -1, self.group_size)
+        groups = self._values().reshape(self.rows, -1, self.group_size)
         scale = np.maximum(np.abs(groups).max(-1) / (self.middle - 0.5), 1e-6).astype(np.float32)
         scale = _snap(scale, self.bits)
         code = np.clip(np.rint(groups / scale[..., None]) + self.middle, 1, 2 * self.middle - 1)
@@ -197,6 +187,42 @@ class Head(Grid):
         """Yield the scales, float32 [rows of the block, groups]."""
         for start, end in self._row_blocks():
             yield self._quantised[1][start:end]
+
+    def _rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), 3])
+
+
+@dataclass(frozen=True)
+class Head(Rounded):
+    """An lm_head whose row pi(t) carries `alpha` of token t's embedding, pi one cycle over ordinary tokens.
+
+    Greedy decoding then walks through many tokens with a wide margin, so different numerics agree. Ids below
+    8 are special and never preferred.
+    """
+
+    embedding: Grid | None = None
+    alpha: float = 0.35
+
+    def _values(self) -> NDArray[np.float32]:
+        assert self.embedding is not None
+        rng = self._rng()
+        value = rng.standard_normal((self.rows, self.columns), dtype=np.float32)
+        value[:8] = 0
+        ordinary = rng.permutation(np.arange(8, self.rows))
+        value[np.roll(ordinary, -1)] += self.alpha * np.concatenate(list(self.embedding.dense()))[ordinary]
+        return value * np.float32(self.std)
+
+
+@dataclass(frozen=True)
+class NearIdentity(Rounded):
+    """A square matrix that hands its input on nearly unchanged: `diagonal` times it, and noise of `std`."""
+
+    diagonal: float = 1.0
+
+    def _values(self) -> NDArray[np.float32]:
+        noise = self._rng().standard_normal((self.rows, self.columns), dtype=np.float32)
+        value = noise * self.std + self.diagonal * np.eye(self.rows, self.columns, dtype=np.float32)
+        return value.astype(np.float32)
 
 
 def vector_values(

@@ -9,8 +9,9 @@ import pytest
 
 from bench.synth import PRESETS, build
 from bench.synth.__main__ import main
-from bench.synth.presets import REAL_CONFIG
-from bench.synth.values import Grid, e4m3_values
+from bench.synth.presets import REAL_CONFIG, text_config
+from bench.synth.tensors import text_tensors
+from bench.synth.values import Grid, NearIdentity, bfloat16_round, e4m3_values
 from mlx_flashnext.checkpoint import open_checkpoint
 from mlx_flashnext.config import QuantSpec
 from tests.tampering import floats, load
@@ -98,6 +99,24 @@ def test_the_head_prefers_another_token_for_each_token(tmp_path):
     best = (embedding[8:] @ head.T).argmax(axis=1)
     assert len(set(best.tolist())) > 0.9 * len(best)
     assert not np.any(best == np.arange(8, 512))
+
+
+def test_a_near_identity_hands_on_what_it_is_given_and_lies_on_its_grid():
+    grid = NearIdentity(0, "x", 256, 256, 0.1 / 16, diagonal=1.5)
+    value = np.concatenate(list(grid.dense()))
+    assert np.array_equal(bfloat16_round(value), value)
+    assert np.abs(np.diag(value) - 1.5).max() < 0.1
+    given = np.random.default_rng(0).standard_normal((8, 256))
+    handed = given @ value.T
+    cosine = (given * handed).sum(1) / np.linalg.norm(given, axis=1) / np.linalg.norm(handed, axis=1)
+    assert cosine.min() > 0.99
+    assert np.any(value - np.diag(np.diag(value)))
+
+
+def test_an_apt_mtp_module_differs_in_what_it_makes_of_the_embedding_alone():
+    text = text_config(SMALL)
+    plain, apt = (list(text_tensors(text, mtp=True, is_mtp_apt=is_apt)) for is_apt in (False, True))
+    assert [two.name for one, two in zip(plain, apt, strict=True) if one != two] == ["mtp.fc_embedding"]
 
 
 def test_blocks_of_rows_do_not_show(monkeypatch):
