@@ -47,9 +47,10 @@ def begin(engine: Engine, prompt: Sequence[int]) -> tuple[Iterator[int], dict[st
     return running, {"prefill_s": took_s, "prefill_bytes": read_bytes() - bytes_0, "tokens": tokens}
 
 
-def decode(running: Iterator[int], num_tokens: int) -> dict[str, Any]:
-    """Decode some more; return seconds of every step, bytes, processor seconds and tokens."""
+def decode(engine: Engine, running: Iterator[int], num_tokens: int) -> dict[str, Any]:
+    """Decode some more; return seconds of every step, bytes, processor seconds, tokens and what it counts."""
     steps, tokens, cpu, bytes_0 = [], [], cpu_s(), read_bytes()
+    before = engine.counts()
     for _ in range(num_tokens):
         began = time.perf_counter()
         tokens.append(next(running))
@@ -59,6 +60,7 @@ def decode(running: Iterator[int], num_tokens: int) -> dict[str, Any]:
         "decode_bytes": read_bytes() - bytes_0,
         "decode_cpu_s": cpu_s() - cpu,
         "tokens": tokens,
+        **{name: count - before[name] for name, count in engine.counts().items()},
     }
 
 
@@ -78,7 +80,7 @@ def main() -> None:
             running, said = begin(engine, wish["prompt"])
             tell(event="prompt read", **said)
         else:
-            tell(event="decoded", **decode(running, wish["more"]), facts=engine.facts())
+            tell(event="decoded", **decode(engine, running, wish["more"]), facts=engine.facts())
     os._exit(0)  # a peer's threads may not end, and its clean-up is nobody's figure
 
 

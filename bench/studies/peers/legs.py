@@ -28,12 +28,14 @@ class Contender:
         engine: a name in `engines.ENGINES`.
         form: which form of the checkpoint it opens.
         options: of its own.
+        drafter: the form of a drafter beside it.
     """
 
     name: str
     engine: str
     form: str
     options: dict[str, Any] = field(default_factory=dict)
+    drafter: str | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -49,15 +51,21 @@ class Leg:
         share: of the checkpoint's bytes that the process may take; None: as much as it likes.
         bytes_per_s: of the drive while `next` is decoded; None: as fast as it is.
         contenders: who runs.
+        expert_share: of every layer's experts, that each holds; None: as many as the cap allows.
     """
 
     share: float | None
     bytes_per_s: int | None
     contenders: tuple[Contender, ...]
+    expert_share: float | None = None
 
     def cap_bytes(self, checkpoint_bytes: int) -> int | None:
         """Return what a process may have resident, its page cache included."""
         return None if self.share is None else int(self.share * checkpoint_bytes)
+
+    def process_of(self, name: str) -> tuple[str, str]:
+        """Return what names a contender's process: legs that differ by the drive alone share it."""
+        return name, f"{self.share} {self.expert_share}"
 
 
 _OURS = Contender("flashnext", "flashnext", "mlx")
@@ -80,9 +88,23 @@ LEGS: Final = {
             Contender("llama.cpp", "llama.cpp", "gguf"),
         ),
     ),
+    "mtp": Leg(
+        None,
+        None,
+        (
+            Contender("flashnext", "flashnext", "mtp"),
+            Contender("flashnext, MTP", "flashnext", "mtp", {"draft": "mtp", "num_draft_tokens": 1}),
+            _PEER,
+            Contender("mlx-vlm moe_offload, MTP", "mlx-vlm", "off", drafter="drafter"),
+        ),
+        expert_share=0.5,
+    ),
 }
-"""The first four are run on `large`, the last on `small`."""
-FORMS: Final = {"mlx": "mlx", "pack": "pack", "off": "off", "hf": "hf", "gguf": "bf16.gguf"}
+"""The first four are run on `large`, `reference` and `mtp` on `small`."""
+FORMS: Final = {
+    "mlx": "mlx", "pack": "pack", "off": "off", "hf": "hf", "gguf": "bf16.gguf", "mtp": "mtp",
+    "drafter": "drafter",
+}  # fmt: skip
 """How the names of the forms of a checkpoint end."""
 
 
@@ -92,13 +114,20 @@ def prompt_ids(vocab_size: int, length: int, salt: str) -> list[int]:
     return [rng.randrange(8, vocab_size) for _ in range(length)]
 
 
-def budget_of(leg: Leg, one: Contender, checkpoint_bytes: int, overhead_bytes: int) -> int | None:
+def budget_of(
+    leg: Leg, one: Contender, checkpoint_bytes: int, overhead_bytes: int, expert_bytes: int = 0
+) -> int | None:
     """Return what a contender is told that it may use; None: as much as it likes.
+
+    Of a share of the experts flashnext is told as a number of slots, a peer as bytes of `expert_bytes`, which
+    all experts take.
 
     Raises:
         SystemExit: the cap leaves a peer nothing.
     """
     cap = leg.cap_bytes(checkpoint_bytes)
+    if leg.expert_share is not None and not one.is_ours:
+        return int(leg.expert_share * expert_bytes)
     if cap is None:
         return None
     budget = cap - (MARGIN_BYTES if one.is_ours else overhead_bytes)

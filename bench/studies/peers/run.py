@@ -35,7 +35,9 @@ _SCRIPT: Final = Path(__file__).with_name("answer.py")
 
 Run = dict[str, Any]
 Key = tuple[str, str]
-"""Name and share of the cap of a contender: one process."""
+"""Of a contender's process, see `Leg.process_of`."""
+COUNTED: Final = ("decode_bytes", "decode_cpu_s", "passes", "pass_tokens", "fetched_bytes")
+"""What the pieces of an answer add up to."""
 
 
 def read_runs(results: Path) -> list[Run]:
@@ -141,6 +143,7 @@ def run_rounds(
     mlx = work / f"{size}-mlx"
     text = json.loads((mlx / "config.json").read_text())["text_config"]
     total = sum(file.stat().st_size for file in mlx.glob("*.safetensors"))
+    expert_bytes = bytes_of_experts(mlx)
     done = {run["round"] for run in read_runs(results) if run["leg"] in names}
     number = max(done, default=-1) + 1
     asked = [(name, one) for name in names for one in LEGS[name].contenders if only in (None, one.name)]
@@ -149,10 +152,10 @@ def run_rounds(
         talkers: dict[Key, Talker] = {}
         for name, one in asked:
             leg = LEGS[name]
-            key = (one.name, str(leg.share))  # legs that differ by the drive alone share a process
+            key = leg.process_of(one.name)
             if key not in talkers:
-                talkers[key] = open_talker(leg, one, work / f"{size}-{FORMS[one.form]}", text, total,
-                                           overhead_bytes, pythons[one.engine])  # fmt: skip
+                budget = budget_of(leg, one, total, overhead_bytes, expert_bytes)
+                talkers[key] = open_talker(leg, one, work / size, text, total, budget, pythons[one.engine])
                 open_talkers.callback(talkers[key].close)
                 warm = prompt_ids(text["vocab_size"], FIRST_PROMPT, "first")
                 talkers[key].start |= {"first": answers({key: talkers[key]}, warm, FIRST_TOKENS, {})[key]}
@@ -165,15 +168,15 @@ def run_rounds(
                 prompt = prompt_ids(text["vocab_size"], NEXT_PROMPT, f"next {number}.{place}")
                 turn = number % len(group)
                 order = [*group[turn:], *group[:turn]]
-                in_turns = {(one.name, str(LEGS[name].share)): name for name, one in order}
+                in_turns = {LEGS[name].process_of(one.name): name for name, one in order}
                 rates = {key: LEGS[name].bytes_per_s for key, name in in_turns.items()}
                 said = answers({key: talkers[key] for key in in_turns}, prompt, NEXT_TOKENS, rates)
                 for name, one in order:
-                    leg, key = LEGS[name], (one.name, str(LEGS[name].share))
+                    leg, key = LEGS[name], LEGS[name].process_of(one.name)
                     run = {
                         "round": number, "leg": name, "name": one.name, "size": size,
                         "cap_bytes": leg.cap_bytes(total), "bytes_per_s": leg.bytes_per_s,
-                        "budget_bytes": budget_of(leg, one, total, overhead_bytes),
+                        "budget_bytes": budget_of(leg, one, total, overhead_bytes, expert_bytes),
                         "checkpoint_bytes": total, **talkers[key].start, "next": said[key],
                     }  # fmt: skip
                     lines.append(run)
@@ -188,8 +191,8 @@ def apart(asked: Sequence[tuple[str, Contender]]) -> list[list[tuple[str, Conten
     """Return groups that take turns: legs that differ by the drive alone share a process, so they part."""
     groups: list[list[tuple[str, Contender]]] = []
     for name, one in asked:
-        key = (one.name, LEGS[name].share)
-        free = (g for g in groups if all((other.name, LEGS[leg].share) != key for leg, other in g))
+        key = LEGS[name].process_of(one.name)
+        free = (g for g in groups if all(LEGS[leg].process_of(other.name) != key for leg, other in g))
         group = next(free, None)
         if group is None:
             groups.append(group := [])
@@ -203,12 +206,12 @@ def answers(
     """Return everybody's answer to a prompt: read one after the other, decoded in turns there and back."""
     said = {key: talker.begin(prompt) for key, talker in talkers.items()}
     for one in said.values():
-        one |= {"steps": [], "decode_bytes": 0, "decode_cpu_s": 0.0}
+        one |= {"steps": [], **dict.fromkeys(COUNTED, 0)}
     order = list(talkers)
     for first in range(1, num_tokens, TURN_TOKENS):
         for key in order:
             more = talkers[key].decode(min(TURN_TOKENS, num_tokens - first), rates.get(key))
-            for name in ("steps", "decode_bytes", "decode_cpu_s", "tokens"):
+            for name in ("steps", "tokens", *COUNTED):
                 said[key][name] += more[name]
             said[key]["facts"] = more["facts"]
         order.reverse()
@@ -218,16 +221,29 @@ def answers(
 
 
 def open_talker(
-    leg: Leg, one: Contender, model: Path, text: Run, total: int, overhead_bytes: int, python: str
+    leg: Leg, one: Contender, stem: Path, text: Run, total: int, budget_bytes: int | None, python: str
 ) -> Talker:
-    """Load a contender in its box."""
+    """Load a contender in its box; `stem` is the path that its forms begin with."""
+    experts = text["num_experts"] if leg.expert_share is None else int(leg.expert_share * text["num_experts"])
+    beside = {} if one.drafter is None else {"drafter": f"{stem}-{FORMS[one.drafter]}"}
     wish = {
         "engine": one.engine,
-        "model": str(model),
-        "budget_bytes": budget_of(leg, one, total, overhead_bytes),
-        "options": {**one.options, "experts": text["num_experts"]},
+        "model": f"{stem}-{FORMS[one.form]}",
+        "budget_bytes": budget_bytes,
+        "options": {**one.options, **beside, "experts": experts},
     }
     return Talker(python, wish, leg.cap_bytes(total))
+
+
+def bytes_of_experts(mlx: Path) -> int:
+    """Return what all experts of a checkpoint in the MLX layout take."""
+    found = 0
+    for file in mlx.glob("*.safetensors"):
+        with file.open("rb") as data:
+            header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+        spans = (one["data_offsets"] for name, one in header.items() if ".switch_mlp." in name)
+        found += sum(end - start for start, end in spans)
+    return found
 
 
 def line_of(run: Run) -> str:

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from bench.studies.peers import answer, legs
-from bench.studies.peers.checkpoint import build
+from bench.studies.peers.checkpoint import MTP_MODULE, build
+from bench.studies.peers.engines import FlashNext
 from bench.studies.peers.legs import LEGS, budget_of, prompt_ids
-from bench.studies.peers.run import answers, apart, read_runs
+from bench.studies.peers.run import answers, apart, bytes_of_experts, read_runs
 from bench.studies.peers.table import agreement, judge, of, table
+from mlx_flashnext.checkpoint import open_checkpoint
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.plan import PlanRequest
+from tests.tampering import load
 from tests.tiny.engines import greedy
 
 
@@ -24,6 +27,7 @@ def run_of(
     answered = {
         "prefill_s": 4 * token_s, "decode_s": token_s * 2, "decode_bytes": mb * 2e6, "decode_cpu_s": 1.0,
         "steps": [token_s] * 2, "tokens": list(tokens), "box_peak_bytes": 10**9,
+        "passes": 2, "pass_tokens": 2, "fetched_bytes": 0,
     }  # fmt: skip
     return {
         "round": number, "leg": leg, "name": name, "cap_bytes": None, "bytes_per_s": None,
@@ -127,7 +131,9 @@ class _Talker:
         self.said += num_tokens
         tokens = list(range(self.said - num_tokens + 1, self.said + 1))
         steps = [float(bytes_per_s or 1)] * num_tokens
-        return {"steps": steps, "decode_bytes": 7, "decode_cpu_s": 0.5, "tokens": tokens, "facts": {}}
+        counts = {"passes": 2, "pass_tokens": num_tokens, "fetched_bytes": 5}
+        said = {"steps": steps, "decode_bytes": 7, "decode_cpu_s": 0.5, "tokens": tokens, "facts": {}}
+        return said | counts
 
     def peak_bytes(self) -> int:
         return 3
@@ -142,6 +148,7 @@ def test_answers_are_decoded_in_turns_there_and_back():
     assert said["a", "0.5"]["tokens"] == list(range(11))
     assert (said["a", "0.5"]["decode_s"], said["b", "0.5"]["decode_s"]) == (10.0, 20.0)
     assert said["a", "0.5"]["decode_bytes"] == 21
+    assert [said["b", "0.5"][name] for name in ("passes", "pass_tokens", "fetched_bytes")] == [6, 10, 15]
 
 
 def test_legs_that_share_a_process_do_not_take_turns_with_each_other():
@@ -150,11 +157,98 @@ def test_legs_that_share_a_process_do_not_take_turns_with_each_other():
     assert len(groups) == 2
     assert sorted((one for group in groups for one in group), key=str) == sorted(asked, key=str)
     for group in groups:
-        keys = [(one.name, LEGS[leg].share) for leg, one in group]
+        keys = [LEGS[leg].process_of(one.name) for leg, one in group]
         assert len(set(keys)) == len(keys)
+
+
+def test_a_process_is_its_name_and_what_it_may_hold():
+    assert LEGS["slow drive"].process_of("a") == LEGS["two fifths"].process_of("a")
+    assert LEGS["mtp"].process_of("a") != LEGS["resident"].process_of("a")
+    assert LEGS["half"].process_of("a") != LEGS["half"].process_of("b")
 
 
 def test_results_are_read_back(tmp_path: Path):
     assert read_runs(tmp_path / "none") == []
     (tmp_path / "some").write_text('{"a": 1}\n{"a": 2}\n')
     assert read_runs(tmp_path / "some") == [{"a": 1}, {"a": 2}]
+
+
+def test_half_of_the_experts_is_slots_for_us_and_bytes_for_a_peer(tmp_path: Path):
+    leg = LEGS["mtp"]
+    model = build("tiny", "mlx", tmp_path / "tiny-mlx")
+    checkpoint = open_checkpoint(model)
+    every = sum(one.record.num_experts * one.record.record_bytes for one in checkpoint.experts.values())
+    assert bytes_of_experts(model) == every
+    budgets = {one.name: budget_of(leg, one, 10**9, 6 * 10**8, every) for one in leg.contenders}
+    assert set(budgets.values()) == {None, every // 2}
+    assert all((budget is None) == name.startswith("flashnext") for name, budget in budgets.items())
+
+
+def test_an_mtp_module_changes_nothing_of_the_checkpoint_it_is_added_to(tmp_path: Path):
+    plain, _ = load(build("tiny", "mlx", tmp_path / "plain"))
+    both, _ = load(build("tiny", "mlx", tmp_path / "both", "with"))
+    alone, _ = load(build("tiny", "mlx", tmp_path / "alone", "alone"))
+    inside = {name.removeprefix(MTP_MODULE) for name in both if name.startswith(MTP_MODULE)}
+    assert plain.keys() == {name for name in both if not name.startswith(MTP_MODULE)}
+    assert [name for name in plain if plain[name] != both[name]] == []
+    assert inside == alone.keys()
+    assert [name for name in alone if alone[name] != both[MTP_MODULE + name]] == []
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())
+    assert (config["model_type"], config["block_size"]) == ("qwen4_exp_mtp", 2)
+    eight = {name for name, spec in config["quantization"].items() if isinstance(spec, dict)}
+    assert eight == {"layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"}
+
+
+def test_drafts_of_the_mtp_module_are_counted_and_change_no_token(tmp_path: Path):
+    model = build("tiny", "mlx", tmp_path / "tiny-mtp", "with")
+    said = {}
+    for name, options in ({one.name: one.options for one in LEGS["mtp"].contenders if one.is_ours}).items():
+        engine = FlashNext(model, None, {**options, "experts": 8})
+        running = engine.answer(prompt_ids(512, 12, "test"))
+        first, before = next(running), engine.counts()
+        tokens = [first, *(next(running) for _ in range(24))]
+        said[name] = tokens, {count: end - before[count] for count, end in engine.counts().items()}
+        running.close()  # pyright: ignore[reportAttributeAccessIssue]
+        engine.close()
+    (plain, ones), (drafted, counts) = said["flashnext"], said["flashnext, MTP"]
+    assert plain == drafted
+    assert ones["passes"] == ones["pass_tokens"] == 24
+    # A module that is not apt is accepted about never with so large a vocabulary.
+    assert counts["passes"] < 20
+    assert counts["pass_tokens"] in (23, 24, 25)
+    assert min(ones["fetched_bytes"], counts["fetched_bytes"]) > 0
+
+
+def a_speculation(**changes: Any) -> list[dict[str, Any]]:
+    runs = []
+    of_its = {
+        "flashnext": (1.0, 2, 40), "flashnext, MTP": (1.25, 1, 44), "mlx-vlm moe_offload": (2.0, 2, 60),
+        "mlx-vlm moe_offload, MTP": (5.0, 1, 90),
+    }  # fmt: skip
+    for number, drift in enumerate((1.0, 3.0, 2.0)):
+        for name, (token_s, passes, fetched) in of_its.items():
+            run = run_of("mtp", name, number, token_s=token_s * drift)
+            run["next"] |= {"passes": passes, "fetched_bytes": fetched * 10**6}
+            run["next"] |= changes if name == "flashnext, MTP" else {}
+            runs.append(run)
+    return runs
+
+
+def test_speculation_is_judged_between_those_that_draft_and_shown_against_those_that_do_not():
+    said, met = table(a_speculation()), verdicts(a_speculation())
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in said.splitlines()}
+    assert "0.5 of the experts each" in said
+    assert rows["| flashnext, MTP"][2:5] == ["0.400", "2.00", "22.0"]
+    assert rows["| flashnext, MTP"][7:9] == ["-", "0.80 [0.80 to 0.80]"]
+    assert rows["| mlx-vlm moe_offload"][7:9] == ["2.00 [2.00 to 2.00]", "-"]
+    assert rows["| mlx-vlm moe_offload, MTP"][7:9] == ["4.00 [4.00 to 4.00]", "0.40 [0.40 to 0.40]"]
+    assert met == {
+        "mtp: decode over mlx-vlm moe_offload, both with MTP": True,
+        "mtp: tokens a pass": True,
+        "mtp: MB of experts a token": True,
+    }
+
+
+def test_a_peer_that_speculates_better_is_said_to():
+    met = verdicts(a_speculation(passes=2, fetched_bytes=91 * 10**6, decode_s=99.0))
+    assert set(met.values()) == {False}
