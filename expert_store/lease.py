@@ -120,12 +120,7 @@ class LeaseRequest:
     @property
     def is_ready(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return not self.num_pending
-
-    @property
-    def num_pending(self) -> int:
-        """Reads that `wait` would wait for."""
-        return 0 if self._completion is None else self._completion.pending
+        return self._completion is None or not self._completion.pending
 
     @property
     def is_waited_for(self) -> bool:
@@ -205,7 +200,8 @@ class LeaseRequest:
         self._shelf.counters.stood_still(last.cause, began_ns, queue_ns, waited_ns - queue_ns)
 
     def _would_block(self, when: str) -> WouldBlock:
-        pending, wanted = self.num_pending, len(self._lease.experts)
+        pending = 0 if self._completion is None else self._completion.pending
+        wanted = len(self._lease.experts)
         return WouldBlock(
             f"{pending} of {wanted} records of layer {self._lease.layer} are not there {when}",
             hint="wait longer, or cancel the request",

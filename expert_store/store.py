@@ -167,7 +167,7 @@ class ExpertStore:
         owner: int = 0,
         row_masks: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        meanwhile: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Lease:
         """Return a lease on the experts; blocks until they are in memory.
 
@@ -177,8 +177,8 @@ class ExpertStore:
             owner: As `request`.
             row_masks: As `request`.
             timeout_s: Give up after this many seconds; None never.
-            meanwhile: Called once with the number of reads to wait for, when they are queued and before they
-                are waited for: hints that are handed over then cannot overtake what is demanded.
+            meanwhile: Called once if there is anything to wait for, when its reads are queued: the moment to
+                hand over hints, which then cannot overtake what is demanded.
 
         Raises:
             StoreError: As `request` and `LeaseRequest.wait`. Nothing stays pinned.
@@ -193,8 +193,8 @@ class ExpertStore:
                 # Reads of cancelled requests hold slots until they end; no guess is queued before those.
                 self._wait_for_slots(self._shelf(layer), timeout_s)
         try:
-            if meanwhile is not None:
-                meanwhile(request.num_pending)
+            if meanwhile is not None and not request.is_ready:
+                meanwhile()
             return request.wait(timeout_s)
         except BaseException:  # KeyboardInterrupt included: an abandoned request must not keep pins
             request.cancel()

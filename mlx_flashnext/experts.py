@@ -12,7 +12,7 @@ Invariants
 # Shapes: T positions, K experts per token, P pairs (T * K), D hidden, E experts, S slots.
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -26,9 +26,6 @@ from mlx_flashnext.checkpoint import ExpertLayout
 from mlx_flashnext.model.host import HostSync, fence
 from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.model.quant import expert_glu
-
-TELLING_READS: Final = 3
-"""Reads of a layer that take as long as its listener does: while so many are waited for, telling is free."""
 
 
 class HandOver(NamedTuple):
@@ -211,12 +208,13 @@ class StreamedExperts:
         self.device_idle()  # these ids were computed from the outputs of every layer before this one (B2)
         union = sorted({expert for row in ids_TK for expert in row})
         if len(union) <= self._slots[layer]:
+            self._untold = layer, ids_TK
             lease = self._store.acquire(
                 layer,
                 union,
                 owner=self.owner,
                 row_masks=self._row_masks(union, ids_TK),
-                meanwhile=lambda num_reads: self._tell_or_put_off(layer, ids_TK, num_reads),
+                meanwhile=self._tell_untold,
             )
             self._held.append(lease)
             slot_of = dict(zip(lease.experts, lease.slots, strict=True))
@@ -231,10 +229,8 @@ class StreamedExperts:
         self._held.clear()
 
     def device_busy(self) -> None:
-        """Let the listener hear what was put off: the device computes meanwhile."""
-        if self._untold is not None:
-            (layer, ids_TK), self._untold = self._untold, None
-            self._tell(layer, ids_TK)
+        """Let the listener hear a layer's choice whose reads nobody had to wait for."""
+        self._tell_untold()
 
     def end_pass(self) -> None:
         """End a pass: nobody listens any more, to what was put off either."""
@@ -252,12 +248,10 @@ class StreamedExperts:
             if self.listener is not None:
                 self.listener.accepted(issued)
 
-    def _tell_or_put_off(self, layer: int, ids_TK: Sequence[Sequence[int]], num_reads: int) -> None:
-        """Tell now if the wait for a layer's reads hides it, else once the device has work again."""
-        if num_reads >= TELLING_READS:
+    def _tell_untold(self) -> None:
+        if self._untold is not None:
+            (layer, ids_TK), self._untold = self._untold, None
             self._tell(layer, ids_TK)
-        else:
-            self._untold = layer, ids_TK
 
     def _tell(self, layer: int, ids_TK: Sequence[Sequence[int]]) -> None:
         """Let the listener hear a layer's choice and hand over what it says."""

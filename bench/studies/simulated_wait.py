@@ -41,7 +41,6 @@ from mlx_flashnext.engine.hints import Hints
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.engine.predictors import NearGate, Oracle, Predictor
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
-from mlx_flashnext.experts import TELLING_READS
 from mlx_flashnext.reports.measure import GREEDY, answer
 from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.simulation.simulated_machine import Compute, SimulatedMachine, write_machine
@@ -74,17 +73,17 @@ class Clocked:
     _left_at: int = 0
 
     def __call__(
-        self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[int], None], **named: Any
+        self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[], None], **named: Any
     ) -> Lease:
         began_ns = time.perf_counter_ns()
         if self.is_on and self._left_ns:
             gap = (began_ns - self._left_ns, self.count() - self._left_at)
             self.gaps.setdefault(layer, []).append(gap)
 
-        def clocked(num_reads: int) -> None:
+        def clocked() -> None:
             handed_ns = time.perf_counter_ns()
-            meanwhile(num_reads)
-            if self.is_on and num_reads >= TELLING_READS:
+            meanwhile()
+            if self.is_on:
                 self.hints_ns.append(time.perf_counter_ns() - handed_ns)
 
         lease = self.acquire(layer, experts, meanwhile=clocked, **named)

@@ -15,8 +15,8 @@ late layer goes behind an earlier one of an earlier layer. Those of the block af
 
 Invariants:
     I1  hints move bytes, never decisions: nothing here reaches the model;
-    H1  at most one hand-over a layer, after the layer's exact request: while its reads are waited for if that
-        hides what is done here, else while the device computes the layer (experts.py);
+    H1  at most one hand-over a layer, after the layer's exact request: while its reads are waited for, or, if
+        none are, while the device computes it (experts.py);
     H2  layers are guessed while earlier ones run, and a drafter is asked for routes, only where that leads to
         reads: after `IDLE_PASSES` passes without one it is done in one pass of `REST_PASSES`;
     H3  guesses are handed over only as far as such guesses were right before (worth.py), and as the governor

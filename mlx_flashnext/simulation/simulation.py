@@ -26,7 +26,7 @@ from mlx_flashnext.engine.errors import InvalidRequest
 from mlx_flashnext.engine.guess import Guess, Rows
 from mlx_flashnext.engine.hints import LONGEST_HINT, Hints
 from mlx_flashnext.engine.predictors import Predictor, Previous
-from mlx_flashnext.experts import TELLING_READS, HandOver
+from mlx_flashnext.experts import HandOver
 from mlx_flashnext.model.layer import DecoderLayer
 from mlx_flashnext.model.moe import LookAhead
 from mlx_flashnext.simulation.simulated_machine import SimulatedMachine
@@ -264,17 +264,16 @@ class Simulation:
         expert_ns = self.machine.compute.expert_ns
         if len(union) <= self._slots[layer]:
             masks = _row_masks(union, rows) if is_revocable else None
-            num_reads = 0
+            is_told = False
 
-            def tell(num: int) -> None:
-                nonlocal num_reads
-                num_reads = num
-                if num >= TELLING_READS:
-                    self._tell(layer, rows)
+            def tell() -> None:
+                nonlocal is_told
+                is_told = True
+                self._tell(layer, rows)
 
             lease = self.store.acquire(layer, union, owner=OWNER, row_masks=masks, meanwhile=tell)
             self._held.append(lease)
-            if num_reads < TELLING_READS:
+            if not is_told:
                 self._tell(layer, rows, is_free=True)  # the device computes meanwhile
             self._compute(expert_ns * len(union))
             return

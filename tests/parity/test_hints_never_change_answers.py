@@ -33,7 +33,7 @@ from mlx_flashnext.engine.predictors import (
 )
 from mlx_flashnext.engine.routes import RecordedRoutes, RouteLog
 from mlx_flashnext.engine.sampler import SamplingParams
-from mlx_flashnext.experts import TELLING_READS, StreamedExperts
+from mlx_flashnext.experts import StreamedExperts
 from mlx_flashnext.model.moe import MixtureOfExperts
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
@@ -247,9 +247,9 @@ def test_hints_cost_no_wait_for_the_device(tiny_dir, recorded, kind):
     assert got.end.statistics.num_syncs == expected.end.statistics.num_syncs == NUM_TOKENS * (NUM_LAYERS + 1)
 
 
-@pytest.mark.parametrize("num_reads", [0, TELLING_READS - 1, TELLING_READS, TELLING_READS + 5])
-def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monkeypatch, num_reads):
-    """In its wait where that is long, else once the device has work again: before the next layer's ids."""
+@pytest.mark.parametrize("has_to_wait", [True, False])
+def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monkeypatch, has_to_wait):
+    """In its wait if there is one, else once the device has work again: before the next layer's ids."""
     _, routes = recorded["greedy"]
     events: list[tuple[str, int]] = []
     request, prefetch, wait = ExpertStore.request, ExpertStore.prefetch, LeaseRequest.wait
@@ -275,7 +275,7 @@ def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monk
         return read_back(self, *rest)
 
     monkeypatch.setattr(LeaseRequest, "wait", waited)
-    monkeypatch.setattr(LeaseRequest, "num_pending", property(lambda _: num_reads))
+    monkeypatch.setattr(LeaseRequest, "is_ready", property(lambda _: not has_to_wait))
     monkeypatch.setattr(MixtureOfExperts, "_read_back", read)
     with open_tiny(tiny_dir, slots=9) as engine:
         session = engine.session(hints=Hints(Oracle(routes), NUM_LAYERS))
@@ -285,7 +285,7 @@ def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monk
     names = [name for name, _ in events]
     in_its_wait = ["read back", "request", "prefetch", "wait"]
     afterwards = ["read back", "request", "wait", "prefetch"]
-    block = ["prefetch", *(in_its_wait if num_reads >= TELLING_READS else afterwards) * NUM_LAYERS]
+    block = ["prefetch", *(in_its_wait if has_to_wait else afterwards) * NUM_LAYERS]
     assert names == block * 3
 
 

@@ -54,7 +54,7 @@ def play(simulated, wanted, *, seed=None, computing_ns=200_000):
         simulated.compute(chance.randrange(computing_ns) if seed is not None else computing_ns)
         told = hints(chance) if seed is not None else []
         store.acquire(
-            layer, experts, meanwhile=lambda _, told=told: store.prefetch(told, owner=0, generation=0)
+            layer, experts, meanwhile=lambda told=told: store.prefetch(told, owner=0, generation=0)
         ).release()
         times.append(simulated.clock())
         if seed is not None and number % 7 == 6:
