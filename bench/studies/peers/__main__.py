@@ -7,6 +7,9 @@ WORK holds the forms of one checkpoint, written beforehand: `python -m bench.stu
 WORK/large-mlx`, then `flashnext pack WORK/large-mlx WORK/large-pack --no-golden` and, in the peer's
 environment, `python -m mlx_vlm moe_offload --build WORK/large-mlx --out WORK/large-off`. For the leg
 `reference` likewise with `small`, and with `--layout hf` and `gguf_form.py`.
+The leg `mtp` (`--size small`) wants those of `small`, and `checkpoint small WORK/small-mtp --mtp with` and
+`checkpoint small WORK/small-drafter --mtp alone`: the same tensors with an MTP module, and that module by
+itself, which is how mlx-vlm takes it.
 `run` does what RESULTS lacks, as far as the seconds go, and may be called again; it needs root, for control
 groups and dropping the page cache. The last line of stdout is one JSON document.
 """
