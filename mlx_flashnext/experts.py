@@ -208,7 +208,7 @@ class StreamedExperts:
         self.device_idle()  # these ids were computed from the outputs of every layer before this one (B2)
         union = sorted({expert for row in ids_TK for expert in row})
         if len(union) <= self._slots[layer]:
-            self._untold = layer, ids_TK
+            self._untold = None if self.listener is None else (layer, ids_TK)
             lease = self._store.acquire(
                 layer,
                 union,

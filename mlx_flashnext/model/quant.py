@@ -204,12 +204,23 @@ def _glu(x: mx.array, bank: ExpertBank, slots: mx.array, *, is_sorted: bool) -> 
         second = second_stream(3 * slots.size * bank.gate.weight.shape[-2] * bank.down.weight.shape[-2])
     if second is None or slots.size < 2:
         return _glu_here(x, bank, slots, is_sorted=is_sorted)
+    # Once for both halves: MLX does it anew in every product, for all slots.
+    bank = ExpertBank(*(_widened(matrix, x.dtype) for matrix in (bank.gate, bank.up, bank.down)))
     axis = 0 if slots.shape[0] > slots.shape[-1] or slots.ndim == 1 else 1
     first, rest = mx.split(slots, [slots.shape[axis] // 2], axis=axis)
     x_first, x_rest = mx.split(x, [first.shape[0]]) if axis == 0 else (x, x)
     with mx.stream(second):
         y_rest = _glu_here(x_rest, bank, rest, is_sorted=is_sorted)
     return mx.concatenate([_glu_here(x_first, bank, first, is_sorted=is_sorted), y_rest], axis=axis)
+
+
+def _widened(matrix: ExpertMatrix, dtype: mx.Dtype) -> ExpertMatrix:
+    """Return a matrix whose scales are of the compute type, if that is float32 and they are narrower."""
+    scales, biases = matrix.scales, matrix.biases
+    if scales is None or dtype != mx.float32 or scales.dtype not in (mx.bfloat16, mx.float16):
+        return matrix
+    wide = None if biases is None else biases.astype(dtype)
+    return ExpertMatrix(matrix.weight, scales.astype(dtype), wide, matrix.spec)
 
 
 def _glu_here(x: mx.array, bank: ExpertBank, slots: mx.array, *, is_sorted: bool) -> mx.array:

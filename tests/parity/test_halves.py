@@ -53,12 +53,17 @@ def matrix(rows: int, columns: int, seed: int, *, is_quantised: bool) -> ExpertM
     return ExpertMatrix(*mx.quantize(dense, group_size=64, bits=4), QuantSpec("affine", 4, 64))
 
 
-def bank_of(*, is_quantised: bool = True) -> ExpertBank:
-    return ExpertBank(
+def bank_of(*, is_quantised: bool = True, scales: mx.Dtype = mx.float32) -> ExpertBank:
+    parts = [
         matrix(WIDTH, HIDDEN, 1, is_quantised=is_quantised),
         matrix(WIDTH, HIDDEN, 2, is_quantised=is_quantised),
         matrix(HIDDEN, WIDTH, 3, is_quantised=is_quantised),
-    )
+    ]
+    if scales != mx.float32:
+        parts = [
+            ExpertMatrix(m.weight, m.scales.astype(scales), m.biases.astype(scales), m.spec) for m in parts
+        ]
+    return ExpertBank(*parts)
 
 
 def linear_of(out: int, mode: str) -> QuantizedLinear:
@@ -84,8 +89,9 @@ def pairs_of(rows: int, top_k: int) -> tuple[mx.array, mx.array]:
 
 
 @pytest.mark.parametrize(("rows", "top_k"), BLOCKS)
-def test_halves_are_the_whole(places: list[int], rows: int, top_k: int) -> None:
-    bank, (x, slots) = bank_of(), pairs_of(rows, top_k)
+@pytest.mark.parametrize("scales", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_halves_are_the_whole(places: list[int], rows: int, top_k: int, scales: mx.Dtype) -> None:
+    bank, (x, slots) = bank_of(scales=scales), pairs_of(rows, top_k)
     compute_in_halves(False)
     whole = np.array(expert_glu(x, slots, bank))
     compute_in_halves(True)
@@ -124,6 +130,29 @@ def test_a_replayed_product_is_computed_in_halves_too(monkeypatch: pytest.Monkey
         assert np.array_equal(np.array(replayed(x + x)), 4 * whole)
     finally:
         replay_pieces(False)
+
+
+def test_narrow_scales_are_widened_once(places: list[int]) -> None:
+    """MLX widens the scales of all slots for every product: two halves would do it twice, beside the plan."""
+    num_slots, width = 64, 256
+    kept = []
+    for seed in (1, 2, 3):
+        dense = mx.random.normal((num_slots, width, width), key=mx.random.key(seed))
+        weight, scales, biases = mx.quantize(dense, group_size=64, bits=4)
+        kept.append((weight, scales.astype(mx.bfloat16), biases.astype(mx.bfloat16)))
+    bank = ExpertBank(*(ExpertMatrix(*parts, QuantSpec("affine", 4, 64)) for parts in kept))
+    x, slots = mx.random.normal((1, width)), mx.array([[1, 5, 9, 60]], mx.uint32)
+    mx.eval(x, slots, kept)
+    widened = sum(4 * part.size for _, *narrow in kept for part in narrow)
+    taken = []
+    for in_halves in (False, True):
+        compute_in_halves(in_halves)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(expert_glu(x, slots, bank))
+        taken.append(mx.get_peak_memory() - before)
+    assert all(widened / 4 < each <= 1.1 * widened for each in taken), (taken, widened)
 
 
 def test_one_pair_and_decoded_matrices_stay_whole(places: list[int]) -> None:

@@ -289,6 +289,24 @@ def test_a_layer_hands_over_once_where_it_costs_nothing(tiny_dir, recorded, monk
     assert names == block * 3
 
 
+def test_what_ran_before_anybody_listened_is_told_to_nobody(tiny_dir):
+    """As a drafter's layer, between the passes: the next pass must not hear of it."""
+    with open_tiny(tiny_dir, slots=9) as engine:
+        experts = engine.target.experts
+        x = mx.zeros((1, engine.config.hidden_size))
+        for _ in range(2):  # the second time nothing is waited for
+            mx.eval(experts.run(0, x, [[0, 1]]))
+        hints = Hints(None, NUM_LAYERS, log := RouteLog())
+        hints.begin([1], 0, is_prefill=False)
+        experts.listener = hints
+        experts.device_busy()
+        assert not log.passes[0].routes
+        experts.run(0, x, [[0, 1]])
+        experts.device_busy()
+        assert log.passes[0].routes == {0: [[0, 1]]}
+        experts.end_pass()
+
+
 def test_guesses_of_an_answer_that_is_over_are_nobodys(tiny_dir, recorded):
     """An answer ends with hints for a token that never comes: they must not hold slots for ever."""
     _, routes = recorded["greedy"]
