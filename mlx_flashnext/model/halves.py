@@ -2,9 +2,9 @@
 
 MLX's CPU backend computes a stream on one core, whatever the machine has, and products are nearly all of a
 token of a wide model there. Neither the pairs of experts' products nor the columns of a matrix depend on each
-other: with half of them on a second stream a token takes 0.72 to 0.83 of its time, a prompt 0.69
-(bench/LEDGER.md). A GPU computes a product with all it has: there nothing is halved. Entry points:
-`compute_in_halves`, `second_stream`.
+other: with half of them on a second stream a token takes 0.76 to 0.83 of its time, a prompt 0.70
+(`bench.studies.halves_gain`). A GPU computes a product with all it has: there nothing is halved. Entry
+points: `compute_in_halves`, `second_stream`.
 
 Invariant: where a part is computed is never seen in what comes out (tests/parity/test_halves.py).
 """
