@@ -14,6 +14,7 @@ Source: MLX packing (qwen4exp.md 3.3: little-endian bit stream, least significan
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,12 +162,12 @@ class Grid:
         return np.exp(self.row_skew * normal).astype(np.float32)
 
 
-class Rounded(Grid):
+class Rounded(Grid, ABC):
     """A grid whose values are computed whole and rounded to it. Affine, 4 and 8 bits only; held in memory."""
 
+    @abstractmethod
     def _values(self) -> NDArray[np.float32]:
         """Return what is to be rounded, float32 [rows, columns]."""
-        raise NotImplementedError
 
     @cached_property
     def _quantised(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

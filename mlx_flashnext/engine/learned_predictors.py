@@ -32,8 +32,8 @@ EARLY_TIMES: Final = 2
 """Experts named early of a layer, in multiples of those a row chooses: the block's other rows choose too."""
 REFRESHED_LAYERS: Final = 2
 """Layers behind the running one that are scored again. Those further on are scored when their turn is nearer:
-the real model's head has 48 layers of 512 experts. It is done between a layer's request and its wait: where
-that waits for anything, it costs nothing."""
+the real model's head has 48 layers of 512 experts. It is done while a layer's reads are waited for, or,
+if none are, while the device computes it."""
 _SURE: Final = 12.0
 _CHANCES = np.clip(np.arange(CODE_STEPS) / (CODE_STEPS - 1), 1e-5, 1 - 1e-5)
 _LOG_ODDS: Final = np.minimum(np.log(_CHANCES / (1 - _CHANCES)), _SURE).astype(np.float32)
