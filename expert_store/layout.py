@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -278,24 +279,37 @@ class RecordLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Consecutive rows of a table: per component one run of `num_rows` equal rows."""
+    """Consecutive rows of a table.
+
+    Attributes:
+        num_rows: How many.
+        spans: Per component one run of `num_rows` equal rows; or, with `lengths`, one run of whole rows.
+        lengths: Bytes of each component of a row, side by side in the one span; empty if they lie apart.
+    """
 
     num_rows: int
     spans: tuple[Placed, ...]
+    lengths: tuple[int, ...] = ()
 
 
 class RowLayout:
     """A table of small rows in parts, in row order (parts sorted by their number, not by their name).
+
+    Components of a row lie apart, as in a checkpoint, or side by side, as in a pack.
 
     Attributes:
         num_rows: Rows of all parts.
         component_names: Names, in component order (weight, scales, biases for a quantised table).
         component_lengths: Bytes of one row of each component.
         row_bytes: Their sum.
+        reads_per_row: Runs that a row lies in, at most.
         parts: The parts, as given.
     """
 
-    __slots__ = ("_starts", "component_lengths", "component_names", "num_rows", "parts", "row_bytes")
+    __slots__ = (
+        "_places", "_starts", "component_lengths", "component_names", "num_rows", "parts", "reads_per_row",
+        "row_bytes",
+    )  # fmt: skip
 
     def __init__(
         self, component_names: Sequence[str], parts: Sequence[RowPart], *, file_sizes: Sequence[int]
@@ -308,14 +322,22 @@ class RowLayout:
         self.component_names = tuple(component_names)
         self.parts = tuple(parts)
         starts: list[int] = []
+        places: list[tuple[_RowRule, ...]] = []
         total = 0
         lengths: tuple[int, ...] = ()
         for number, part in enumerate(parts):
-            if part.num_rows < 1 or len(part.spans) != len(self.component_names):
+            num_spans = 1 if part.lengths else len(self.component_names)
+            if part.num_rows < 1 or len(part.spans) != num_spans:
                 raise _corrupt(
                     f"part {number} of a row table: {part.num_rows} rows, {len(part.spans)} components"
                 )
-            found = tuple(_row_length(number, part.num_rows, span, file_sizes) for span in part.spans)
+            steps = tuple(_row_length(number, part.num_rows, span, file_sizes) for span in part.spans)
+            found = part.lengths or steps
+            if len(found) != len(self.component_names) or min(found) < 1 or sum(found) != sum(steps):
+                raise _corrupt(
+                    f"part {number} of a row table: components of {found} bytes in rows of {sum(steps)}"
+                )
+            places.append(_rules(part, steps))
             if number and found != lengths:
                 raise _corrupt(f"part {number} of a row table: rows of {found} bytes, part 0 has {lengths}")
             lengths = found
@@ -324,16 +346,18 @@ class RowLayout:
         if not total:
             raise _corrupt("a row table without rows")
         self._starts = array("q", starts)
+        self._places = tuple(places)
         self.num_rows = total
         self.component_lengths = lengths
         self.row_bytes = sum(lengths)
+        self.reads_per_row = max(len(part.spans) for part in parts)
 
     def spans(self, row: int) -> tuple[Span, ...]:
         """Return where the components of one row lie."""
         number, local = self.locate(row)
         return tuple(
-            Span(span.file, span.offset + local * length, length)
-            for span, length in zip(self.parts[number].spans, self.component_lengths, strict=True)
+            Span(rule.file, rule.start + local * rule.step, length)
+            for rule, length in zip(self._places[number], self.component_lengths, strict=True)
         )
 
     def locate(self, row: int) -> tuple[int, int]:
@@ -342,6 +366,24 @@ class RowLayout:
             raise IndexError(f"row {row} of {self.num_rows}")
         number = bisect_right(self._starts, row) - 1
         return number, row - self._starts[number]
+
+
+class _RowRule(NamedTuple):
+    """A component whose rows repeat every `step` bytes from `start`."""
+
+    file: int
+    start: int
+    step: int
+
+
+def _rules(part: RowPart, steps: Sequence[int]) -> tuple[_RowRule, ...]:
+    if not part.lengths:
+        return tuple(
+            _RowRule(span.file, span.offset, step) for span, step in zip(part.spans, steps, strict=True)
+        )
+    (span,) = part.spans
+    starts = accumulate(part.lengths[:-1], initial=span.offset)
+    return tuple(_RowRule(span.file, start, steps[0]) for start in starts)
 
 
 def _row_length(number: int, num_rows: int, span: Placed, file_sizes: Sequence[int]) -> int:

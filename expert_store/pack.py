@@ -4,6 +4,9 @@ A pack is a directory that opens like any checkpoint. Its shards are valid safet
     experts-LLL.safetensors   one U8 tensor for each expert of a layer, in order; data on a boundary of
                               `ALIGNMENT`, each tensor a multiple of it: the components of the record in the
                               order of the manifest, then zeros;
+    rows-NNN.safetensors      one U8 tensor [rows, bytes] for each part of a quantised n-gram table: weight,
+                              scales and biases of a row side by side, so that a row is one read of one page
+                              and not three of three;
     other-NNN.safetensors     every other tensor of the source, byte for byte;
 beside them the source's config and tokenizer, and `manifest.json`.
 
@@ -21,7 +24,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +37,8 @@ from expert_store.safetensors_header import corrupt, parse_json
 from expert_store.safetensors_index import TensorTable
 
 FORMAT = "flashnext-pack"
-VERSION = 1
+VERSION = 2
+"""2 added rows; packs of version 1, whose tables lie among the other tensors, are read as before."""
 MANIFEST_NAME: Final = "manifest.json"
 ALIGNMENT: Final = 16384
 """Page size of Apple Silicon: a read of a record touches no page of its neighbours."""
@@ -82,6 +86,30 @@ class PackLayer(msgspec.Struct, frozen=True):
         return len(self.digests)
 
 
+class PackRowPart(msgspec.Struct, frozen=True):
+    """Consecutive rows: `number` as the source counts its parts, null for a table in one piece."""
+
+    number: int | None
+    num_rows: int
+
+
+class PackRows(msgspec.Struct, frozen=True):
+    """The n-gram table, its rows in one piece each.
+
+    Attributes:
+        components: In the order in which they lie in a row.
+        parts: In row order.
+    """
+
+    components: tuple[PackComponent, ...]
+    parts: tuple[PackRowPart, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row."""
+        return sum(component.length for component in self.components)
+
+
 class PackFile(msgspec.Struct, frozen=True):
     """Any other file of a pack, and the XXH3-128 of all of it."""
 
@@ -98,6 +126,7 @@ class Manifest(msgspec.Struct, frozen=True):
         layers: Layers with routed experts, in order.
         files: All other files, in name order.
         identity: SHA-256 of everything else here (K1).
+        rows: The n-gram table if its rows have several components; unset also in version 1.
     """
 
     format: str
@@ -106,6 +135,7 @@ class Manifest(msgspec.Struct, frozen=True):
     layers: tuple[PackLayer, ...]
     files: tuple[PackFile, ...]
     identity: str = ""
+    rows: PackRows | msgspec.UnsetType = msgspec.UNSET  # and so in no identity of version 1
 
     def computed_identity(self) -> str:
         """Return the identity that the content gives."""
@@ -122,6 +152,11 @@ _DECODER: Final = msgspec.json.Decoder(Manifest)
 def record_name(layer: int, expert: int) -> str:
     """Return what a shard calls the tensor of one record."""
     return f"flashnext.layers.{layer}.experts.{expert}"
+
+
+def rows_name(part: int) -> str:
+    """Return what a shard calls the tensor of one part of the n-gram table."""
+    return f"flashnext.rows.parts.{part}"
 
 
 def padded(num_bytes: int) -> int:
@@ -196,16 +231,47 @@ def record_tensors(manifest: Manifest, table: TensorTable) -> dict[int, tuple[Te
     return found
 
 
+def row_tensors(rows: PackRows, table: TensorTable) -> tuple[TensorInfo, ...]:
+    """Return the stored tensor of every part of the n-gram table, compared with the headers (K3).
+
+    Raises:
+        CheckpointCorrupt: A part that is missing or of another size.
+    """
+    _check_components("the rows", rows.components)
+    if not rows.parts:
+        raise _corrupt("Manifest lists rows without parts")
+    infos: list[TensorInfo] = []
+    for number, part in enumerate(rows.parts):
+        name = rows_name(number)
+        info = table.tensors.get(name)
+        if info is None:
+            raise _corrupt(f"Pack lacks a part of its table: {name}", tensor=name)
+        if (info.dtype, info.shape) != ("U8", (part.num_rows, rows.row_bytes)):
+            raise _corrupt(
+                f"Rows are not what the manifest says: {name} is {info.dtype} {list(info.shape)}, "
+                f"U8 [{part.num_rows}, {rows.row_bytes}] was expected",
+                tensor=name,
+            )
+        infos.append(info)
+    return tuple(infos)
+
+
+def _check_components(where: str, components: Sequence[PackComponent]) -> None:
+    if not 0 < len(components) <= _MAX_COMPONENTS:
+        raise _corrupt(f"Manifest gives {where} {len(components)} parts")
+    for component in components:
+        if component.length < 1 or min(component.shape, default=1) < 0 or math.prod(component.shape) < 1:
+            raise _corrupt(f"{component.name} of {where} has {component.length} bytes, {component.shape}")
+
+
 def _tensors(layer: PackLayer, table: TensorTable) -> tuple[TensorInfo, ...]:
     where = f"layer {layer.layer}"
-    if not layer.digests or not 0 < len(layer.components) <= _MAX_COMPONENTS:
-        raise _corrupt(f"Manifest gives {where} {layer.num_experts} records of {len(layer.components)} parts")
+    _check_components(where, layer.components)
+    if not layer.digests:
+        raise _corrupt(f"Manifest gives {where} no records")
     for digest in layer.digests:
         if not _DIGEST.fullmatch(digest):
             raise _corrupt(f"Manifest gives {where} a digest that is none: {shown(digest)}")
-    for component in layer.components:
-        if component.length < 1 or min(component.shape, default=1) < 0 or math.prod(component.shape) < 1:
-            raise _corrupt(f"{component.name} of {where} has {component.length} bytes, {component.shape}")
     if layer.stride != padded(layer.record_bytes):
         raise _corrupt(
             f"Records of {where} are {layer.stride} bytes apart, {padded(layer.record_bytes)} were expected"

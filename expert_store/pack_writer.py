@@ -1,23 +1,25 @@
 """Copies a checkpoint into a pack, one shard at a time. Entry: `PackWriter`.
 
 Records are gathered from wherever the source has them, read ahead by one while the last is hashed and
-written; everything else is copied byte for byte. What goes where is decided before anything is written, so
-two runs over one source write the same bytes, and a run that was cut short goes on where it stopped.
+written; rows of a quantised n-gram table are put together a few megabytes at a time; everything else is
+copied byte for byte. What goes where is decided before anything is written, so two runs over one source write
+the same bytes, and a run that was cut short goes on where it stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 from xxhash import xxh3_128
 
-from expert_store.layout import RecordLayout
+from expert_store.layout import RecordLayout, RowLayout, RowPart
 from expert_store.pack import (
     FORMAT,
     MANIFEST_NAME,
@@ -26,8 +28,11 @@ from expert_store.pack import (
     PackComponent,
     PackFile,
     PackLayer,
+    PackRowPart,
+    PackRows,
     padded,
     record_name,
+    rows_name,
     shard_header,
 )
 from expert_store.safetensors_index import INDEX_NAME, TensorInfo
@@ -37,7 +42,10 @@ from expert_store.staging import StagedDirectory, write_all
 SHARD_BYTES: Final = 4 * 2**30
 """A shard of other tensors is closed before it passes this; a larger tensor has one of its own."""
 _CHUNK_BYTES: Final = 8 * 2**20
+_UNITS: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""Formats of a memoryview by width."""
 
+_T = TypeVar("_T")
 Progress = Callable[[int, int], None]
 
 
@@ -47,6 +55,15 @@ class LayerToPack:
 
     record: RecordLayout
     components: tuple[PackComponent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToPack:
+    """Where the rows of the n-gram table lie, what their components are, and the number of each part."""
+
+    layout: RowLayout
+    components: tuple[PackComponent, ...]
+    numbers: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,7 @@ class PackWriter:
         others: Sequence[TensorInfo],
         documents: Mapping[str, bytes],
         progress: Progress | None = None,
+        rows: RowsToPack | None = None,
     ) -> None:
         """Decide what goes where.
 
@@ -79,15 +97,20 @@ class PackWriter:
             others: All other tensors.
             documents: Small files that a checkpoint has beside its tensors, by name.
             progress: Called with (bytes done, bytes in all).
+            rows: The n-gram table, if its rows are to lie in one piece; else it is among `others`.
         """
         self._source = source
         self._source_digest = source_digest
         self._layers = tuple(layers)
+        self._rows = rows
         self._progress = progress
         self._num_done = 0
         self._tensor_shards: dict[str, str] = {}
         shards = [self._experts(layer) for layer in self._layers]
-        shards += [self._others(number, group) for number, group in enumerate(_grouped(others), start=1)]
+        shards += self._row_shards()
+        in_order = sorted(others, key=lambda info: (info.file, info.offset, info.name))
+        groups = _grouped(in_order, lambda info: info.length)
+        shards += [self._others(number, group) for number, group in enumerate(groups, start=1)]
         index = {
             "metadata": {"total_size": sum(shard.size for shard in shards)},
             "weight_map": dict(sorted(self._tensor_shards.items())),
@@ -136,7 +159,8 @@ class PackWriter:
         rest = self._shards[num_layers:]
         files = [PackFile(shard.name, shard.size, digests[shard.name][0]) for shard in rest]
         files.sort(key=lambda file: file.name)
-        manifest = Manifest(FORMAT, VERSION, self._source_digest, layers, tuple(files)).sealed()
+        table = msgspec.UNSET if self._rows is None else _manifest_rows(self._rows)
+        manifest = Manifest(FORMAT, VERSION, self._source_digest, layers, tuple(files), rows=table).sealed()
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
         staged.write(MANIFEST_NAME, len(text), partial(_fill_document, text))
         return manifest
@@ -152,6 +176,23 @@ class PackWriter:
         header = shard_header(tensors, aligned=True)
         size = len(header) + stride * record.num_experts
         return _Shard(name, size, partial(self._fill_experts, record, header, stride))
+
+    def _row_shards(self) -> Iterator[_Shard]:
+        """Yield the shards of the n-gram table: parts as they follow, up to `SHARD_BYTES` together."""
+        if self._rows is None:
+            return
+        row_bytes = self._rows.layout.row_bytes
+        parts = list(enumerate(self._rows.layout.parts))
+        for index, group in enumerate(_grouped(parts, lambda part: part[1].num_rows * row_bytes), start=1):
+            name = f"rows-{index:03d}.safetensors"
+            tensors = {
+                rows_name(number): ("U8", (part.num_rows, row_bytes), part.num_rows * row_bytes)
+                for number, part in group
+            }
+            self._tensor_shards.update(dict.fromkeys(tensors, name))
+            header = shard_header(tensors, aligned=True)
+            size = len(header) + sum(length for _, _, length in tensors.values())
+            yield _Shard(name, size, partial(self._fill_rows, [part for _, part in group], header))
 
     def _others(self, number: int, group: Sequence[TensorInfo]) -> _Shard:
         name = f"other-{number:03d}.safetensors"
@@ -178,6 +219,19 @@ class PackWriter:
                 write_all(stream, buffer.whole)
                 self._advance(stride)
         return tuple(digests)
+
+    def _fill_rows(self, parts: Sequence[RowPart], header: bytes, stream: BinaryIO) -> tuple[str, ...]:
+        assert self._rows is not None
+        digest = xxh3_128(header)
+        write_all(stream, header)
+        buffer = _RowBuffer(self._rows.layout)
+        for part in parts:
+            for first in range(0, part.num_rows, buffer.num_rows):
+                rows = buffer.read(self._source, part, first)
+                digest.update(rows)
+                write_all(stream, rows)
+                self._advance(rows.nbytes)
+        return (digest.hexdigest(),)
 
     def _fill_others(self, group: Sequence[TensorInfo], header: bytes, stream: BinaryIO) -> tuple[str, ...]:
         digest = xxh3_128(header)
@@ -220,16 +274,50 @@ class _RecordBuffer:
             raise cut_short(source, name, runs[0].file, runs[0].offset, self._layout.record_bytes, got)
 
 
-def _grouped(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Yield the tensors of each shard, in the order of the source's files."""
-    group: list[TensorInfo] = []
+class _RowBuffer:
+    """Memory for some rows: components as the source has them, and side by side."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self._lengths = layout.component_lengths
+        self.num_rows = max(1, _CHUNK_BYTES // layout.row_bytes)
+        self._apart = [memoryview(bytearray(self.num_rows * length)) for length in self._lengths]
+        self._rows = memoryview(bytearray(self.num_rows * layout.row_bytes))
+        self._width = math.gcd(8, *self._lengths)  # a copy with strides takes a time for each unit
+
+    def read(self, source: ByteSource, part: RowPart, first: int) -> memoryview:
+        """Return rows of a part from `first` on, as many as fit."""
+        count = min(self.num_rows, part.num_rows - first)
+        rows = self._rows[: count * sum(self._lengths)]
+        into, step, at = rows.cast(_UNITS[self._width]), sum(self._lengths) // self._width, 0
+        for span, length, apart in zip(part.spans, self._lengths, self._apart, strict=True):
+            stored, offset = apart[: count * length], span.offset + first * length
+            got = source.read_into(span.file, offset, [stored])
+            if got != stored.nbytes:
+                what = f"rows of {source.name(span.file)}"
+                raise cut_short(source, what, span.file, offset, stored.nbytes, got)
+            units, num_units = stored.cast(_UNITS[self._width]), length // self._width
+            for unit in range(num_units):
+                into[at + unit :: step] = units[unit::num_units]
+            at += num_units
+        return rows
+
+
+def _manifest_rows(rows: RowsToPack) -> PackRows:
+    parts = zip(rows.numbers, rows.layout.parts, strict=True)
+    return PackRows(rows.components, tuple(PackRowPart(number, part.num_rows) for number, part in parts))
+
+
+def _grouped(items: Iterable[_T], num_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield what goes into each shard, in order."""
+    group: list[_T] = []
     used = 0
-    for info in sorted(tensors, key=lambda info: (info.file, info.offset, info.name)):
-        if group and used + info.length > SHARD_BYTES:
+    for item in items:
+        length = num_bytes(item)
+        if group and used + length > SHARD_BYTES:
             yield group
             group, used = [], 0
-        group.append(info)
-        used += info.length
+        group.append(item)
+        used += length
     if group:
         yield group
 

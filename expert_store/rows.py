@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from expert_store.completion import Completion
@@ -283,21 +284,23 @@ class RowTable:
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _runs(self, buffer: int, rows: Sequence[tuple[int, int]]) -> list[_Run]:
-        """Return the reads of some rows; neighbours in a file become one read, component by component."""
+        """Return the reads of some rows; what follows each other in a file becomes one read."""
         lengths = self._layout.component_lengths
-        runs: list[list[_Run]] = [[] for _ in lengths]
+        pieces: list[tuple[int, int, int, memoryview]] = []
         for row, place in rows:
             views = self._memory.row_views(buffer, place)
             check_views(views, lengths, "row", place)
-            for component, span in enumerate(self._layout.spans(row)):
-                done = runs[component]
-                last = done[-1] if done else None
-                if last is not None and last.file == span.file and last.offset + last.length == span.offset:
-                    last.views.append(views[component])
-                    done[-1] = last._replace(length=last.length + span.length)
-                else:
-                    done.append(_Run(span.file, span.offset, span.length, [views[component]]))
-        return [run for done in runs for run in done]
+            for span, view in zip(self._layout.spans(row), views, strict=True):
+                pieces.append((span.file, span.offset, span.length, view))
+        runs: list[_Run] = []
+        for file, offset, length, view in sorted(pieces, key=itemgetter(0, 1)):
+            last = runs[-1] if runs else None
+            if last is not None and last.file == file and last.offset + last.length == offset:
+                last.views.append(view)
+                runs[-1] = last._replace(length=last.length + length)
+            else:
+                runs.append(_Run(file, offset, length, [view]))
+        return runs
 
     def _check_reader(self) -> None:
         """Break the table if a reader is gone; called by waiters, without the lock."""

@@ -13,7 +13,7 @@ No MLX here. Format: `expert_store/pack.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,13 @@ from xxhash import xxh3_128
 
 from expert_store.errors import CheckpointCorrupt, RecordCorrupt, StoreError
 from expert_store.pack import MANIFEST_NAME, Manifest, PackComponent, PackLayer, has_manifest, read_manifest
-from expert_store.pack_writer import LayerToPack, PackWriter
+from expert_store.pack_writer import LayerToPack, PackWriter, RowsToPack
 from expert_store.safetensors_file import open_regular
 from expert_store.safetensors_index import INDEX_NAME, TensorInfo
 from expert_store.source import ByteSource, FileSource, read_failed
 from expert_store.staging import StagedDirectory
 from expert_store.verified import VerifiedSource
-from mlx_flashnext.checkpoint import Checkpoint, ExpertLayout, open_checkpoint
+from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout, NgramLayout, open_checkpoint
 from mlx_flashnext.documents import MAX_DOCUMENT_BYTES, small_documents
 from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
 
@@ -110,6 +110,7 @@ def pack_checkpoint(
             _other_tensors(checkpoint),
             small_documents(directory, without=(INDEX_NAME, MANIFEST_NAME)),
             lambda done, total: progress("packing", done, total),
+            _rows(checkpoint.ngram),
         )
         stamps = [(info.path.name, info.size, info.mtime_ns) for info in checkpoint.table.files]
         with StagedDirectory(target, writer.plan(stamps)) as staged:
@@ -165,19 +166,29 @@ def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:
 
 
 def _layer(layout: ExpertLayout) -> LayerToPack:
-    lengths = layout.record.component_lengths
-    return LayerToPack(
-        layout.record,
-        tuple(
-            PackComponent(part.name, part.dtype, part.shape, length)
-            for part, length in zip(layout.components, lengths, strict=True)
-        ),
+    return LayerToPack(layout.record, _components(layout.components, layout.record.component_lengths))
+
+
+def _rows(layout: NgramLayout) -> RowsToPack | None:
+    """Return the n-gram table if its rows are to lie in one piece; plain rows do as they are."""
+    if len(layout.components) == 1:
+        return None
+    components = _components(layout.components, layout.record.component_lengths)
+    return RowsToPack(layout.record, components, layout.numbers)
+
+
+def _components(components: Sequence[Component], lengths: Sequence[int]) -> tuple[PackComponent, ...]:
+    return tuple(
+        PackComponent(part.name, part.dtype, part.shape, length)
+        for part, length in zip(components, lengths, strict=True)
     )
 
 
 def _other_tensors(checkpoint: Checkpoint) -> list[TensorInfo]:
-    records = ("experts", "mtp experts")
-    names = [name for line in checkpoint.account() if line.category not in records for name in line.names]
+    gathered = {"experts", "mtp experts"}
+    if _rows(checkpoint.ngram) is not None:
+        gathered.add("ngram")
+    names = [name for line in checkpoint.account() if line.category not in gathered for name in line.names]
     return [checkpoint.table.tensors[name] for name in names]
 
 

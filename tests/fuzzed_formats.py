@@ -37,7 +37,16 @@ from drafter.train.runs import RUN, RunDescription, TrainSettings, read_descript
 from drafter.train.trained import read_training
 from expert_store.errors import StoreError
 from expert_store.pack import FORMAT as PACK
-from expert_store.pack import MANIFEST_NAME, Manifest, PackFile, read_manifest
+from expert_store.pack import (
+    MANIFEST_NAME,
+    Manifest,
+    PackComponent,
+    PackFile,
+    PackRowPart,
+    PackRows,
+    read_manifest,
+)
+from expert_store.pack import VERSION as PACK_VERSION
 from expert_store.popularity import Popularity, load_popularity, save_popularity
 from expert_store.safetensors_header import decode_header
 from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
@@ -70,7 +79,9 @@ def formats(place: Path) -> list[Format]:
         record(small),
         record(replace(small, plan=[(1, 1)], params=DRAWN, stage=NO_FEATURES, layers=(), row_shape=())),
     ]
-    pack = Manifest(PACK, 1, "s" * 64, (), (PackFile("other-000.safetensors", 10, "f" * 32),)).sealed()
+    rows = PackRows((PackComponent("weight", "U32", (2,), 8),), (PackRowPart(None, 40),))
+    files = (PackFile("other-000.safetensors", 10, "f" * 32),)
+    pack = Manifest(PACK, PACK_VERSION, "s" * 64, (), files, rows=rows).sealed()
     chat = Transcript(
         CHAT, 1, "demo", "d" * 64, [SavedMessage("user", "hello"), SavedMessage("assistant", "x")]
     )

@@ -26,13 +26,12 @@ from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import ExpertGroup, PackedRecords, Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, block_sizes, quant_spec
-from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
+from mlx_flashnext.checkpoint.refusals import REPACK, check_shape, mismatch, missing_tensor, size_mismatch
 from mlx_flashnext.checkpoint.stored import BLOCK_SCALES, PROJECTIONS, Component, ExpertLayout, Projection
 from mlx_flashnext.config import MatrixSpec, ModelConfig, QuantSpec
 
 PADDED_MULTIPLE = 256
 FUSED = "gate_up_proj"
-REPACK = "the pack is damaged: make it again with flashnext pack"
 
 
 class ExpertReader:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from expert_store.pack import PackLayer
+from expert_store.pack import PackLayer, PackRows
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.names import NGRAM_TABLE, TensorName, layer_of, parse_name
 
@@ -31,6 +31,13 @@ class PackedRecords(NamedTuple):
     """Records of one layer of a pack: the manifest's entry, and the tensor of each record."""
 
     layer: PackLayer
+    tensors: tuple[TensorInfo, ...]
+
+
+class PackedRows(NamedTuple):
+    """The n-gram table of a pack: the manifest's entry, and the tensor of each part."""
+
+    rows: PackRows
     tensors: tuple[TensorInfo, ...]
 
 
@@ -60,6 +67,7 @@ class TensorGroups:
         modules: Plain tensors of trunk and MTP by canonical module, then part.
         experts: Routed experts by layer; `MTP_LAYER` for those of the MTP module.
         table: Parts of the n-gram table by their number, None for one that is whole.
+        packed_table: The same of a pack, whose rows lie in one piece.
         table_layers: Layers whose names hold table parts.
         vision: Vision tensors.
         unused: Rotary tables that some exporters leave in.
@@ -69,6 +77,7 @@ class TensorGroups:
     modules: dict[str, Parts] = field(default_factory=dict)
     experts: dict[int, ExpertGroup] = field(default_factory=dict)
     table: dict[int | None, Parts] = field(default_factory=dict)
+    packed_table: PackedRows | None = None
     table_layers: set[int] = field(default_factory=set)
     vision: list[TensorInfo] = field(default_factory=list)
     unused: list[TensorInfo] = field(default_factory=list)
@@ -76,7 +85,8 @@ class TensorGroups:
 
     def table_tensors(self) -> list[TensorInfo]:
         """Return every tensor of the n-gram table."""
-        return [info for parts in self.table.values() for info in parts.values()]
+        apart = [info for parts in self.table.values() for info in parts.values()]
+        return apart + list(self.packed_table.tensors if self.packed_table else ())
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo]) -> TensorGroups:

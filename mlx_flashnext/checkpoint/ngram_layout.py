@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from expert_store.layout import RowLayout, RowPart
+from expert_store.safetensors_header import DTYPE_BITS
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
-from mlx_flashnext.checkpoint.grouping import Parts
+from mlx_flashnext.checkpoint.grouping import PackedRows, Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
-from mlx_flashnext.checkpoint.refusals import check_shape, mismatch, missing_tensor, size_mismatch
+from mlx_flashnext.checkpoint.refusals import REPACK, check_shape, mismatch, missing_tensor, size_mismatch
 from mlx_flashnext.checkpoint.stored import Component, NgramLayout
 from mlx_flashnext.config import ModelConfig, QuantSpec
+
+_PARTS: Final = ("weight", "scales", "biases")
 
 
 def ngram_layout(
     module: str,
     table: Mapping[int | None, Parts],
+    packed: PackedRows | None,
     config: ModelConfig,
     quantization: Quantization,
     text: Mapping[str, object],
@@ -35,6 +40,7 @@ def ngram_layout(
     Args:
         module: Its canonical name.
         table: Its stored parts by number; None for a whole matrix, or for the one scale of an FP8 table.
+        packed: The parts of a pack, whose rows lie in one piece; then `table` is empty.
         config: The model's config.
         quantization: What config.json says of quantisation.
         text: The text config, for messages.
@@ -44,6 +50,10 @@ def ngram_layout(
         WeightMismatch: A part is missing, or rows, width, dtype or quantisation are wrong.
         CheckpointCorrupt: A part leaves its file.
     """
+    if packed is not None:
+        if table:
+            raise mismatch(f"{module} is stored in two ways: with rows in one piece, and apart", module)
+        table = _apart(packed)
     whole = dict(table.get(None, {}))
     scale = whole.pop("weight_scale", None)
     numbered = {number: parts for number, parts in table.items() if number is not None}
@@ -70,18 +80,22 @@ def ngram_layout(
     spec: QuantSpec | None = None
     components: tuple[Component, ...] = ()
     rows: list[RowPart] = []
+    first: TensorInfo | None = None
     for index, (number, parts) in enumerate(ordered):
         infos, part_spec = _part(module, number, parts, width, quantization, text)
         found = tuple(
-            Component(name, info.dtype, info.shape[1:])
-            for name, info in zip(("weight", "scales", "biases"), infos, strict=False)
+            Component(name, info.dtype, info.shape[1:]) for name, info in zip(_PARTS, infos, strict=False)
         )
         if index and (part_spec != spec or found != components):
             raise mismatch(f"{infos[0].name}: stored otherwise than the parts before it", infos[0].name)
         spec, components = part_spec, found
-        rows.append(RowPart(infos[0].shape[0], infos))
-    first = rows[0].spans[0]
-    assert isinstance(first, TensorInfo)
+        if packed is None:
+            rows.append(RowPart(infos[0].shape[0], infos))
+        else:
+            lengths = tuple(component.length for component in packed.rows.components)
+            rows.append(RowPart(infos[0].shape[0], (packed.tensors[index],), lengths))
+        first = first or infos[0]
+    assert first is not None
     _check_scale(module, scale, is_fp8=first.dtype == "F8_E4M3")
     num_rows = sum(part.num_rows for part in rows)
     if num_rows != config.ngram.num_rows:
@@ -94,8 +108,45 @@ def ngram_layout(
         raise size_mismatch(
             first, "number of rows of all table parts", num_rows, Size(config.ngram.num_rows, fields), text
         )
+    numbers = tuple(number for number, _ in ordered)
     record = RowLayout([component.name for component in components], rows, file_sizes=file_sizes)
-    return NgramLayout(record, components, spec, num_rows, width.value, config.ngram.num_heads, scale)
+    return NgramLayout(
+        record, components, spec, num_rows, width.value, config.ngram.num_heads, scale, numbers
+    )
+
+
+def _apart(packed: PackedRows) -> dict[int | None, Parts]:
+    """Return the parts of a pack's table as a checkpoint would have them, to be proved like a header's.
+
+    Raises:
+        WeightMismatch: Components that are no row, or parts that come twice.
+    """
+    rows = packed.rows
+    names = tuple(component.name for component in rows.components)
+    if names not in (_PARTS, _PARTS[:2]):
+        raise mismatch(f"The pack's rows hold {', '.join(names)}", packed.tensors[0].name, hint=REPACK)
+    table: dict[int | None, Parts] = {}
+    for part, tensor in zip(rows.parts, packed.tensors, strict=True):
+        parts: Parts = {}
+        for component in rows.components:
+            name, bits = f"{component.name} of {tensor.name}", DTYPE_BITS.get(component.dtype, 0)
+            if 8 * component.length != math.prod(component.shape) * bits:
+                raise mismatch(
+                    f"{name}: {component.length} bytes for {component.dtype} {list(component.shape)}",
+                    tensor.name,
+                    hint=REPACK,
+                )
+            shape, length = (part.num_rows, *component.shape), part.num_rows * component.length
+            parts[component.name] = TensorInfo(
+                name, component.dtype, shape, tensor.file, tensor.offset, length
+            )
+        if table.setdefault(part.number, parts) is not parts:
+            raise mismatch(f"The pack lists part {part.number} of its table twice", tensor.name, hint=REPACK)
+    if [part.number for part in rows.parts] not in ([None], list(range(len(rows.parts)))):
+        raise mismatch(
+            "The pack lists the parts of its table out of order", packed.tensors[0].name, hint=REPACK
+        )
+    return table
 
 
 def _check_scale(module: str, scale: TensorInfo | None, *, is_fp8: bool) -> None:
@@ -131,7 +182,7 @@ def _part(
         )
     packed = weight.dtype == "U32"
     for part, info in parts.items():
-        if part not in (("weight", "scales", "biases") if packed else ("weight",)):
+        if part not in (_PARTS if packed else _PARTS[:1]):
             raise mismatch(f"Tensor not known: {info.name}", info.name)
     places = Place(module, number), Place(module)
     if weight.dtype in (*FLOATS, "F8_E4M3"):

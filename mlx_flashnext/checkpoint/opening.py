@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from expert_store.errors import StoreError
-from expert_store.pack import Manifest, has_manifest, read_manifest, record_tensors
+from expert_store.pack import Manifest, has_manifest, read_manifest, record_tensors, row_tensors
 from expert_store.safetensors_index import TensorInfo, TensorTable, read_tensor_table
 from expert_store.verified import RecordDigests
 from mlx_flashnext.checkpoint.expected import Expected, mtp_tensors, trunk_tensors
@@ -26,6 +28,7 @@ from mlx_flashnext.checkpoint.grouping import (
     MTP_LAYER,
     ExpertGroup,
     PackedRecords,
+    PackedRows,
     TensorGroups,
     group_tensors,
 )
@@ -207,6 +210,7 @@ class _Opening:
             return ngram_layout(
                 module,
                 self._groups.table,
+                self._groups.packed_table,
                 self._config,
                 self._quantization,
                 self._text,
@@ -253,12 +257,16 @@ def _groups(config: ModelConfig, table: TensorTable, manifest: Manifest | None) 
     if manifest is None:
         return group_tensors(table.tensors)
     records = record_tensors(manifest, table)
-    names = {info.name for infos in records.values() for info in infos}
+    rows = None if isinstance(manifest.rows, msgspec.UnsetType) else manifest.rows
+    packed = () if rows is None else row_tensors(rows, table)
+    names = {info.name for infos in (*records.values(), packed) for info in infos}
     groups = group_tensors({name: info for name, info in table.tensors.items() if name not in names})
     for layer in manifest.layers:
         number = MTP_LAYER if layer.layer == config.num_hidden_layers else layer.layer
         group = groups.experts.setdefault(number, ExpertGroup())
         group.packed = PackedRecords(layer, records[layer.layer])
+    if rows is not None:
+        groups.packed_table = PackedRows(rows, packed)
     return groups
 
 

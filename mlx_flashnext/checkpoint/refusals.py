@@ -9,6 +9,7 @@ from mlx_flashnext.checkpoint.expected import Size, describe
 from mlx_flashnext.errors import WeightMismatch
 
 AGAIN = "fetch or convert the checkpoint again"
+REPACK = "the pack is damaged: make it again with flashnext pack"
 WRONG_PAIR = "config.json does not belong to these files: get both from one place"
 
 

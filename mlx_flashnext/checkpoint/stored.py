@@ -118,6 +118,7 @@ class NgramLayout:
         width: Values of a row.
         num_heads: Rows read per token.
         scale: The one scale of an FP8 table.
+        numbers: What the checkpoint calls each part; None for a table in one piece.
     """
 
     record: RowLayout
@@ -127,6 +128,7 @@ class NgramLayout:
     width: int
     num_heads: int
     scale: TensorInfo | None = None
+    numbers: tuple[int | None, ...] = (None,)
 
     @property
     def record_bytes(self) -> int:

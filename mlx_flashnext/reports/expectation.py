@@ -95,7 +95,8 @@ def expect(
     cost = rows**UNIQUE_EXPONENT / best_tokens
     # A draft that costs more bytes than it brings is switched off.
     tokens = Span(1.0, best_tokens)
-    table = checkpoint.ngram.num_heads * max(PAGE_BYTES, checkpoint.ngram.record_bytes)
+    pages = PAGE_BYTES * checkpoint.ngram.record.reads_per_row
+    table = checkpoint.ngram.num_heads * max(pages, checkpoint.ngram.record_bytes)
     routed = num_layers * top_k * record
     read = Span(routed * (1 - hits.worse) + table, routed * min(1.0, cost) * (1 - hits.better) + table)
     steps = [

@@ -32,7 +32,9 @@ def test_a_pack_is_made_shown_verified_and_runs(source, tmp_path):
     assert "golden: 32 greedy tokens, kept to be compared with next time" in made.stdout
     shown = json.loads(flashnext("show", tmp_path / "pack", "--json").stdout)
     assert (shown["model"]["layout"], shown["unknown"], shown["missing"]) == ("pack", [], [])
-    assert sum(line["count"] for line in shown["tensors"].values()) == 335 + 80
+    assert (
+        sum(line["count"] for line in shown["tensors"].values()) == 335 + 80 - 2 * 8
+    )  # the three tensors of a part of the table are one
     checked = flashnext("verify", tmp_path / "pack")
     assert (checked.exit_code, checked.stderr) == (0, "")
     assert "damaged   nothing" in checked.stdout

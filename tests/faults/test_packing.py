@@ -289,6 +289,7 @@ def test_a_whole_pack_is_verified_byte_for_byte(pack):
         ("experts-002.safetensors", 16384 * 5 + 100, "expert 4 of layer 2"),
         ("experts-004.safetensors", 16384 * 2 - 1, "followed by something: expert 0 of layer 4"),
         ("other-001.safetensors", -3, "other-001.safetensors"),
+        ("rows-001.safetensors", -1, "rows-001.safetensors"),
         ("tokenizer_config.json", -2, "tokenizer_config.json"),
     ],
 )
@@ -307,10 +308,16 @@ def test_a_file_that_is_missing_is_named(pack, name):
         open_checkpoint(pack)
 
 
+def _shift_a_byte(components):
+    """Take a byte from one component and give it to the next: rows stay as long as they were."""
+    components[0]["length"] -= 1
+    components[1]["length"] += 1
+
+
 FORGERIES = {
     "another format": (lambda m: m.update(format="other"), "other"),
     "no format": (lambda m: m.pop("format"), "None"),
-    "a later version": (lambda m: m.update(version=2), "version 2"),
+    "a later version": (lambda m: m.update(version=3), "version 3"),
     "version nought": (lambda m: m.update(version=0), "0"),
     "version by name": (lambda m: m.update(version="1"), "'1'"),
     "true for a version": (lambda m: m.update(version=True), "True"),
@@ -319,7 +326,7 @@ FORGERIES = {
     "a layer too few": (lambda m: m["layers"].pop(1), "layers.1.mlp.experts"),
     "a layer below nought": (lambda m: m["layers"][0].update(layer=-1), "layer -1"),
     "a layer beyond": (lambda m: m["layers"][0].update(layer=9), "flashnext.layers.9.experts.0"),
-    "no records": (lambda m: m["layers"][0].update(digests=[]), "0 records"),
+    "no records": (lambda m: m["layers"][0].update(digests=[]), "no records"),
     "a record too few": (lambda m: m["layers"][0]["digests"].pop(), "number of records is 15"),
     "a record too many": (lambda m: m["layers"][0]["digests"].append("0" * 32), "experts.16"),
     "a digest that is none": (lambda m: m["layers"][0]["digests"].__setitem__(0, "z" * 32), "zzz"),
@@ -327,7 +334,7 @@ FORGERIES = {
     "another file": (lambda m: m["layers"][0].update(file="experts-001.safetensors"), "experts-000"),
     "stride nought": (lambda m: m["layers"][0].update(stride=0), "0 bytes apart"),
     "a wide stride": (lambda m: m["layers"][0].update(stride=1 << 80), "bytes apart"),
-    "no components": (lambda m: m["layers"][0].update(components=[]), "of 0 parts"),
+    "no components": (lambda m: m["layers"][0].update(components=[]), "layer 0 0 parts"),
     "a negative shape": (lambda m: m["layers"][0]["components"][0].update(shape=[-64, -8]), "-64"),
     "an empty shape": (lambda m: m["layers"][0]["components"][0].update(shape=[]), "bytes for U32 []"),
     "another shape": (lambda m: m["layers"][0]["components"][0].update(shape=[8, 64]), "expert width is 8"),
@@ -336,6 +343,28 @@ FORGERIES = {
     "a component by another name": (lambda m: m["layers"][0]["components"][0].update(name="a.b"), "a.b"),
     "a component twice": (lambda m: m["layers"][0]["components"][3].update(name="gate_proj.weight"), "twice"),
     "a length that lies": (lambda m: m["layers"][0]["components"][0].update(length=2047), "2047"),
+    "rows without parts": (lambda m: m["rows"].update(parts=[]), "rows without parts"),
+    "rows by name": (lambda m: m.update(rows="all"), "rows"),
+    "rows of nothing": (lambda m: m["rows"].update(components=[]), "the rows 0 parts"),
+    "rows withheld": (lambda m: m.pop("rows"), "the n-gram table"),
+    "a part of the rows too few": (lambda m: m["rows"]["parts"].pop(), "part 7"),
+    "a part of the rows too many": (
+        lambda m: m["rows"]["parts"].append({"number": 8, "num_rows": 9}),
+        "parts.8",
+    ),
+    "a part of the rows twice": (
+        lambda m: m["rows"]["parts"][1].update(number=0),
+        "part 0 of its table twice",
+    ),
+    "parts out of order": (lambda m: m["rows"]["parts"].reverse(), "out of order"),
+    "a part without a number": (lambda m: m["rows"]["parts"][3].update(number=None), "out of order"),
+    "more rows than there are": (
+        lambda m: m["rows"]["parts"][2].update(num_rows=1 << 70),
+        "not what the manifest",
+    ),
+    "rows of other components": (lambda m: m["rows"]["components"].reverse(), "hold biases, scales, weight"),
+    "a component of a row that lies": (lambda m: _shift_a_byte(m["rows"]["components"]), "bytes for U32"),
+    "rows of another dtype": (lambda m: m["rows"]["components"][1].update(dtype="I16"), "I16"),
     "a path": (lambda m: m["files"][0].update(name="../../etc/passwd"), "etc/passwd"),
     "an absolute path": (lambda m: m["files"][0].update(name="/etc/passwd"), "/etc/passwd"),
     "a hidden file": (lambda m: m["files"][0].update(name=".."), "'..'"),

@@ -1,16 +1,22 @@
 """A pack answers as its source does, bit for bit, one read a record; a damaged one does not answer."""
 
+import hashlib
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import pytest
 from safetensors import safe_open
 
+from expert_store import pack_writer
 from expert_store.errors import RecordCorrupt
+from expert_store.layout import RowLayout
 from expert_store.pack import ALIGNMENT, read_manifest
-from expert_store.source import FileSource
+from expert_store.source import ByteSource, FileSource
+from mlx_flashnext import packing
 from mlx_flashnext.checkpoint import open_checkpoint
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.packing import pack_checkpoint
@@ -77,6 +83,69 @@ def test_every_tensor_of_a_pack_is_accounted_for_and_every_record_is_one_read(
                 packed.read_runs([read], views[0])
                 files.read_runs(original.record.reads(expert), views[1])
                 assert memory[0] == memory[1]
+
+
+def row_bytes(source: ByteSource, layout: RowLayout, row: int) -> list[bytes]:
+    parts = [bytearray(length) for length in layout.component_lengths]
+    for span, part in zip(layout.spans(row), parts, strict=True):
+        assert source.read_into(span.file, span.offset, [memoryview(part)]) == span.length
+    return [bytes(part) for part in parts]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_row_of_a_pack_is_its_sources_in_one_piece(tmp_path: Path, name: str) -> None:
+    source = open_checkpoint(LAYOUTS[name](tmp_path / "model"))
+    pack = open_checkpoint(pack_checkpoint(source.directory, tmp_path / "pack").directory)
+    table, original = pack.ngram, source.ngram
+    assert table.record.reads_per_row == 1
+    assert original.record.reads_per_row == len(original.components)
+    assert (table.components, table.spec, table.numbers) == (
+        original.components,
+        original.spec,
+        original.numbers,
+    )
+    with FileSource(pack.table.files) as packed, FileSource(source.table.files) as files:
+        for row in range(original.num_rows):
+            spans = table.record.spans(row)
+            assert all(a.offset + a.length == b.offset for a, b in itertools.pairwise(spans))
+            assert row_bytes(packed, table.record, row) == row_bytes(files, original.record, row)
+
+
+def test_rows_are_put_together_alike_whatever_fits_into_memory(tmp_path: Path, monkeypatch) -> None:
+    """A part in many pieces, the last one short; components that no unit of two bytes divides."""
+    source = build_mlx(tmp_path / "model")
+    whole = pack_checkpoint(source, tmp_path / "whole").directory
+    monkeypatch.setattr(pack_writer, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(pack_writer, "SHARD_BYTES", 40_000)
+    pieces = open_checkpoint(pack_checkpoint(source, tmp_path / "pieces").directory)
+    assert len(list(pieces.directory.glob("rows-*.safetensors"))) > 1
+    names = [f"flashnext.rows.parts.{number}" for number in range(8)]
+    stored = [mx.load(str(path)) for path in whole.glob("rows-*.safetensors")]
+    again = [mx.load(str(path)) for path in pieces.directory.glob("rows-*.safetensors")]
+    for name in names:
+        (one,), (other,) = ([shard[name] for shard in shards if name in shard] for shards in (stored, again))
+        assert mx.array_equal(one, other)
+
+
+def test_packs_of_the_first_version_still_open(tmp_path: Path, monkeypatch) -> None:
+    source = build_mlx(tmp_path / "model")
+    tokens = prompt_of(30)
+    with open_tiny(source, slots=5) as engine:
+        expected, _ = run(engine.target.model, tokens, 11, engine.target.experts)
+    with monkeypatch.context() as patched:  # what the first version wrote: the table among the others
+        patched.setattr(packing, "_rows", lambda _: None)
+        patched.setattr(pack_writer, "VERSION", 1)
+        pack = packing.pack_checkpoint(source, tmp_path / "pack").directory
+    document = msgspec.json.decode((pack / "manifest.json").read_bytes())
+    assert (document["version"], "rows" in document) == (1, False)
+    identity = document["identity"]
+    first = {**document, "identity": ""}  # its identity as the first version computed it
+    assert hashlib.sha256(msgspec.json.encode(first)).hexdigest() == identity
+    assert read_manifest(pack).identity == identity
+    with open_tiny(pack, slots=5) as engine:
+        assert engine.checkpoint.ngram.record.reads_per_row == 3
+        got, _ = run(engine.target.model, tokens, 11, engine.target.experts)
+    assert mx.array_equal(got, expected)
 
 
 def test_stock_tools_list_and_read_the_shards(tmp_path: Path) -> None:

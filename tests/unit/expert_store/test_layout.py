@@ -82,6 +82,17 @@ def test_an_expert_that_is_not_there_is_refused(expert):
         lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),))], file_sizes=[8]),
         lambda: RowLayout(["w"], [RowPart(0, (Span(0, 0, 0),))], file_sizes=[8]),
         lambda: RowLayout(["w"], [], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),), (1, 2))], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),), (2,))], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),), (2, 0))], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 8),), (3, -1))], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 1, 8),), (1, 1))], file_sizes=[8]),
+        lambda: RowLayout(["w", "s"], [RowPart(4, (Span(0, 0, 4), Span(0, 4, 4)), (1, 1))], file_sizes=[8]),
+        lambda: RowLayout(
+            ["w", "s"],
+            [RowPart(2, (Span(0, 0, 4),), (1, 1)), RowPart(2, (Span(0, 4, 6),), (1, 2))],
+            file_sizes=[10],
+        ),
     ],
 )
 def test_what_does_not_fit_its_file_is_refused_at_once(build):
@@ -112,6 +123,17 @@ def test_reads_cover_the_spans_exactly_and_in_component_order(data):
         assert tuple(found) == layout.spans(expert)
         for before, after in itertools.pairwise(reads):
             assert (before.file, before.offset + before.length) != (after.file, after.offset)
+
+
+def test_components_of_a_row_may_lie_side_by_side():
+    parts = [RowPart(2, (Span(0, 10, 16),), (5, 2, 1)), RowPart(1, (Span(1, 3, 8),), (5, 2, 1))]
+    layout = RowLayout(["w", "s", "b"], parts, file_sizes=[26, 11])
+    assert (layout.row_bytes, layout.component_lengths, layout.reads_per_row) == (8, (5, 2, 1), 1)
+    assert [layout.spans(row) for row in range(3)] == [
+        (Span(0, 10, 5), Span(0, 15, 2), Span(0, 17, 1)),
+        (Span(0, 18, 5), Span(0, 23, 2), Span(0, 25, 1)),
+        (Span(1, 3, 5), Span(1, 8, 2), Span(1, 10, 1)),
+    ]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
