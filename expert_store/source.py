@@ -84,19 +84,16 @@ class FileSource(ByteSource):
         files: Sequence[FileInfo],
         *,
         cache: Literal["keep", "bypass"] = "keep",
-        access: Literal["normal", "random"] = "normal",
     ) -> None:
         """Remember the files; each is opened by the first read that needs it.
 
         Args:
             files: As they were when their headers were read.
             cache: "bypass" asks the system not to keep what was read (a hint: FEASIBILITY.md 3).
-            access: "random" switches read-ahead off, for rows of a few hundred bytes.
         """
         self._files = tuple(files)
         self._stamps = [(info.mtime_ns, info.size, info.inode) for info in files]
         self._bypass = cache == "bypass"
-        self._random = access == "random"
         self._descriptors: list[int] = [-1] * len(files)
         self._open_lock = threading.Lock()  # protects opening and closing; reads do not take it
         self._is_closed = False
@@ -201,15 +198,10 @@ class FileSource(ByteSource):
 
     def _advise(self, descriptor: int) -> None:
         """Tell the system how the file will be read; hints, so a refusal does not matter."""
-        if sys.platform == "darwin":
+        if sys.platform == "darwin" and self._bypass:
             import fcntl
 
-            if self._bypass:
-                fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-            if self._random:
-                fcntl.fcntl(descriptor, 45, 0)  # F_RDAHEAD, which older Pythons do not name
-        elif sys.platform == "linux" and self._random:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
 
     def _changed(self, file: int, status: os.stat_result | None) -> SourceChanged:
         info = self._files[file]

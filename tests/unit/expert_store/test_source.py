@@ -42,9 +42,8 @@ def read(source, offset, *lengths):
 
 
 @pytest.mark.parametrize("cache", ["keep", "bypass"])
-@pytest.mark.parametrize("access", ["normal", "random"])
-def test_a_run_fills_the_views_in_order(path, cache, access):
-    with FileSource([info_of(path)], cache=cache, access=access) as source:
+def test_a_run_fills_the_views_in_order(path, cache):
+    with FileSource([info_of(path)], cache=cache) as source:
         assert read(source, 100, 7, 0, 300, 1) == (308, CONTENT[100:408])
         assert source.name(0) == "shard.safetensors"
 
