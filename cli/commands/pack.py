@@ -37,8 +37,9 @@ def pack(
 ) -> int:
     """Rewrite a checkpoint so that every expert is one read, with a digest that each read is compared with.
 
-    A row of a quantised n-gram table becomes one read as well. Not needed to run a model. OUT holds all of it and takes as much space again; the original may then be
-    deleted. A run that was cut short goes on where it stopped; OUT appears only once it is whole.
+    A row of a quantised n-gram table becomes one read as well. Not needed to run a model. OUT holds all of it
+    and takes as much space again; the original may then be deleted. A run that was cut short goes on where it
+    stopped; OUT appears only once it is whole.
     """
     services: Services = context.obj
     found = find_model(model)
