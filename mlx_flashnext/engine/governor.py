@@ -6,7 +6,8 @@ drive). So both sides are measured while the answer runs (`learned.py`), and try
 that gains a small share of plain time and whatever speculation saves. A purse that cannot pay what the next
 cycle is expected to lose means plain decode. What earlier sessions and runs measured (`kept_tables.py`)
 counts as a few observations: with it a session drafts, or rests, from its second cycle on. How sure a guess
-of routes must be follows from what cycles take likewise (`hint_level.py`).
+of routes must be follows from what cycles take likewise (`hint_level.py`). A text that stumbles now, as one
+does at its beginning or behind a word that nobody could foresee, is left alone for some plain steps (a lull).
 
 Invariants:
 V1  A width depends on earlier cycles alone, never on a token proposed in this one: no cut by a sampled
@@ -28,6 +29,7 @@ from typing import Final
 from mlx_flashnext.engine.hint_level import HintLevel
 from mlx_flashnext.engine.learned import (
     HARDLY_MEASURED,
+    LULL,
     NOTHING_LEARNED,
     WELL_MEASURED,
     CostTable,
@@ -59,6 +61,8 @@ REPROBE_EVERY: Final = 12
 """One of so many has one that is well measured and may be the best: costs change with text and residency."""
 WORTH: Final = 1.02
 """Gain in tokens a second below which another width is worth neither a change nor a try."""
+WORSE: Final = 0.1
+"""Tokens of a cycle by which a moment must be worse than others for its steps to be plain, if they lose."""
 WATCHED_CYCLES: Final = 64
 LEAST_ACCEPTED: Final = 0.05
 """Mean accepted tokens over `WATCHED_CYCLES` below which a drafter is a defect, not a hard text (G22)."""
@@ -99,7 +103,8 @@ class Governor:
         self._hint_level = HintLevel()
         self._survival = SurvivalTable(max_width, earlier)
         self._since_plain = 0
-        self._has_drafted = self._is_spent = False
+        self._has_drafted = self._is_spent = self._is_lull = False
+        self._patience = LULL
         self._num_drafting = self._drafted_tokens = 0
         self._drafting_steps = 0.0
         self._accepted: deque[int] = deque(maxlen=WATCHED_CYCLES)
@@ -112,6 +117,8 @@ class Governor:
         """Give a drafter that was switched off another chance; what was measured stays known."""
         self.off_reason = None
         self._accepted.clear()
+        self._survival.begin()
+        self._patience = LULL
         self._purse = max(self._purse, self._opening(0.0))
         self._review()
 
@@ -126,7 +133,9 @@ class Governor:
             return 0
         if not self._is_guarded:
             return most
-        if self._costs.plain_ns is None or self.is_resting or self._since_plain >= PLAIN_EVERY:
+        if self.is_resting or self._is_lull:
+            return 0
+        if self._costs.plain_ns is None or self._since_plain >= PLAIN_EVERY:
             return 0
         return self._best_width(most)
 
@@ -141,9 +150,10 @@ class Governor:
                 least it can tell.
         """
         cycle_ns = max(1, cycle_ns)
+        self._survival.learn(num_proposed, num_accepted)
         if num_proposed:
             self._since_plain += 1
-            self._watch(num_proposed, num_accepted)
+            self._watch(num_accepted)
         # A drafter's first cycle makes its kernels and caches: what it took says nothing of the next one.
         is_first = num_proposed > 0 and not self._has_drafted
         if is_first:
@@ -162,6 +172,7 @@ class Governor:
         else:
             gained = num_tokens - (min(steps, FIRST_STEPS) if is_first else steps)
         if num_proposed and not is_first:
+            self._patience = LULL if gained > 0 else 2 * self._patience
             self._num_drafting += 1
             self._drafting_steps += steps
             self._drafted_tokens += num_tokens
@@ -170,7 +181,7 @@ class Governor:
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing is proposed now, and not by bad luck: trying would cost more than it may."""
+        """Whether nothing is proposed for longer than a lull: trying would cost more than it may."""
         return self._is_resting
 
     @property
@@ -204,8 +215,7 @@ class Governor:
         num_drafting = self._earlier.num_drafting + self._num_drafting
         return learned(self._costs, self._survival, purse, num_drafting)
 
-    def _watch(self, num_proposed: int, num_accepted: int) -> None:
-        self._survival.learn(num_proposed, num_accepted)
+    def _watch(self, num_accepted: int) -> None:
         self._accepted.append(num_accepted)
         if len(self._accepted) == WATCHED_CYCLES:
             mean = sum(self._accepted) / WATCHED_CYCLES
@@ -214,7 +224,7 @@ class Governor:
 
     def _opening(self, left: float) -> float:
         """Return the plain steps to begin with: those `left`, and more where it may or does pay."""
-        loss = self._known_loss()
+        loss = self._known_loss(always=True)
         if loss is None:
             return OPENING_STEPS
         left = min(left, CARRIED_STEPS)
@@ -223,13 +233,19 @@ class Governor:
     def _estimate(self, width: int) -> float | None:
         return self._costs.estimates[width] if width <= self._max_width else None
 
-    def _known_loss(self) -> float | None:
-        """Return the plain steps that a cycle of the best width is expected to lose; None if not known."""
+    def _known_loss(self, *, always: bool = False) -> float | None:
+        """Return the plain steps that a cycle of the best width will lose; None if not known.
+
+        Args:
+            always: at all times together, not at this moment.
+        """
         steps = self._estimate(self._width)
         # Widths lie in a line: an answer that tried each of three once knows what the best of them costs.
         weight = sum(map(self._costs.weight, self._costs.known))
         is_known = weight >= HARDLY_MEASURED and self._survival.is_known
-        return steps - self._survival.tokens(self._width)[-1] if is_known and steps is not None else None
+        if not is_known or steps is None:
+            return None
+        return steps - self._survival.tokens(self._width, always=always)[-1]
 
     def _review(self) -> None:
         """Decide on the best width and whether to rest; once a cycle, because a cycle asks several times."""
@@ -238,7 +254,19 @@ class Governor:
         can_pay = self._purse > 0 and self._purse >= min(loss, OPENING_STEPS)
         self._is_spent = self._purse <= -DEBT_STEPS or (self._is_spent and not can_pay)
         may_owe = self._is_known_to_pay() and not self._is_spent
-        self._is_resting = self._is_guarded and not can_pay and not may_owe
+        self._is_resting = self._is_guarded and not (can_pay or may_owe)
+        self._is_lull = loss > 0 and self._stumbles()
+
+    def _stumbles(self) -> bool:
+        """Return whether this moment is worse than others, and not enough plain steps have gone by.
+
+        What is not predicted now will probably be some steps on: a purse that could pay for finding that out
+        waits, twice as long each time that the cycle after a wait has lost.
+        """
+        if self._survival.follows_whole or self._survival.num_plain >= self._patience:
+            return False
+        usual = self._survival.tokens(self._width, always=True)[-1]
+        return usual - self._survival.tokens(self._width)[-1] > WORSE
 
     def _is_known_to_pay(self) -> bool:
         """Return whether the width in use is well measured by this session and gains on plain steps."""
@@ -255,7 +283,7 @@ class Governor:
         found out where that is cheap, or not at all. Until two costs are known, only a width up to twice the
         one that is: a line needs two points, and a wide block may cost much.
         """
-        costs, tokens = self._costs, self._survival.tokens(most)
+        costs, tokens = self._costs, self._survival.tokens(most, always=True)
         rates = {
             width: tokens[width] / steps for width in range(1, most + 1) if (steps := costs.estimates[width])
         }

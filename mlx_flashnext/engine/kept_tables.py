@@ -28,7 +28,7 @@ from drafter.reasons import shown
 from expert_store.published import publish
 from mlx_flashnext.checkpoint import Checkpoint
 from mlx_flashnext.engine.conditions import version_of
-from mlx_flashnext.engine.learned import MOST_TRUST, NOTHING_LEARNED, SURVIVAL_TRUST, Learned
+from mlx_flashnext.engine.learned import MOST_TRUST, NOTHING_LEARNED, NUM_MOMENTS, SURVIVAL_TRUST, Learned
 from mlx_flashnext.engine.machine import GIB, Machine, usable_cpus
 from mlx_flashnext.engine.plan import Plan
 from mlx_flashnext.regular_file import read_regular
@@ -63,6 +63,7 @@ class _Run(msgspec.Struct, forbid_unknown_fields=False):
     passed: list[float]
     purse: float
     num_drafting: int
+    moments: list[tuple[list[float], list[float]]] = []
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=False):
@@ -136,6 +137,7 @@ class KeptTables:
             tuple(best.passed),
             best.purse if self._is_here(best) else 0.0,
             best.num_drafting,
+            tuple((tuple(reached), tuple(passed)) for reached, passed in best.moments),
         )
         return kept.trusted(costs, age * min(SURVIVAL_TRUST, max(best.reached, default=0.0)))
 
@@ -149,7 +151,7 @@ class KeptTables:
         own = _Run(
             key.draft, key.draft_digest, key.hints, key.machine, key.slots_share, at,
             costs, times, list(learned.reached), list(learned.passed),
-            learned.purse, learned.num_drafting,
+            learned.purse, learned.num_drafting, [(list(each), list(kept)) for each, kept in learned.moments],
         )  # fmt: skip
         try:
             others = [run for run in self._read() if not (self._is_same(run) and self._is_here(run))]
@@ -241,18 +243,21 @@ def _check(run: _Run) -> None:
     Raises:
         _Unusable: one of them.
     """
+    all_counts = [(run.reached, run.passed), *run.moments]
     words = (run.draft, run.draft_digest, run.hints, run.machine)
     is_sized = (
         len(run.costs) == len(run.times) <= MAX_PROPOSALS + 1
-        and len(run.reached) == len(run.passed) <= MAX_PROPOSALS
+        and all(len(reached) == len(passed) <= MAX_PROPOSALS for reached, passed in all_counts)
+        and len(run.moments) <= NUM_MOMENTS
         and all(len(word) <= _WORDS_MAX for word in words)
     )
     if not is_sized:
         raise _Unusable("it has an entry with other numbers of figures")
     costs, times = _all_within(run.costs, _COST_MIN, _COST_MAX), _all_within(run.times, 0.0, _COUNT_MAX)
-    counts = _all_within([*run.reached, *run.passed], 0.0, _COUNT_MAX)
-    counts = counts and all(
-        passed <= reached for reached, passed in zip(run.reached, run.passed, strict=True)
+    counts = all(
+        _all_within([*each, *kept], 0.0, _COUNT_MAX)
+        and all(passed <= reached for reached, passed in zip(each, kept, strict=True))
+        for each, kept in all_counts
     )
     rest = _all_within([run.slots_share], 0.0, 1.0) and _all_within([run.purse], 0.0, _PURSE_MAX)
     rest = rest and math.isfinite(run.measured_at) and run.num_drafting >= 0

@@ -25,6 +25,20 @@ _MEMORY: Final = 0.98
 """What a cycle's acceptance is worth one cycle later: a change of text is noticed in some fifty."""
 _SHRINK: Final = 4.0
 """Cycles that the drafter's acceptance everywhere is worth as an opinion of one slot."""
+_UNSEEN: Final = 0.99
+"""What a moment's acceptance is worth one cycle of another moment later: who rests in it learns nothing of
+it, and comes to try again."""
+_MOMENT_SHRINK: Final = 4.0
+"""Cycles that a slot's acceptance at all times is worth as an opinion of one moment."""
+LULL: Final = 4
+"""Plain steps after which what a drafter stumbled over lies behind it. Tuned, like the weight above, on the
+recorded acceptance of 54 held-out answers (`bench.studies.governor_replay`)."""
+NUM_MOMENTS: Final = 7
+"""Moments of a cycle: after a block that was kept whole; none, a few or `LULL` plain steps after one that was
+not; and likewise after the beginning of an answer."""
+
+Counts = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of each slot, cycles in which it was reached, and in which it passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,7 @@ class Learned:
         passed: of those, cycles in which it was accepted too.
         purse: plain steps left for trying.
         num_drafting: cycles with proposals that were measured, in all runs together.
+        moments: the counts of each moment alone; none where they were not kept.
     """
 
     costs: tuple[float, ...] = ()
@@ -46,22 +61,24 @@ class Learned:
     passed: tuple[float, ...] = ()
     purse: float = 0.0
     num_drafting: int = 0
+    moments: tuple[Counts, ...] = ()
 
     def trusted(self, costs: float, survival: float) -> "Learned":
         """Return the same with less weight.
 
         Args:
             costs: most observations that a cost counts as.
-            survival: most cycles that the first slot's acceptance counts as.
+            survival: most cycles that the first slot's acceptance counts as, at all times and at each moment.
         """
-        share = min(1.0, survival / self.reached[0]) if self.reached and self.reached[0] > 0 else 1.0
+        reached, passed = _at_most(survival, (self.reached, self.passed))
         return Learned(
             self.costs,
             tuple(min(each, costs) for each in self.times),
-            tuple(share * each for each in self.reached),
-            tuple(share * each for each in self.passed),
+            reached,
+            passed,
             self.purse,
             self.num_drafting,
+            tuple(_at_most(survival, counts) for counts in self.moments),
         )
 
 
@@ -179,52 +196,118 @@ def _in_line(width: int, points: Sequence[tuple[int, float]]) -> float:
     return high + slope * (width - last)
 
 
+class _Survival:
+    """Counts of slots that fade."""
+
+    def __init__(self, num_slots: int, counts: Counts) -> None:
+        self.reached, self.passed = (_padded(each, num_slots) for each in counts)
+
+    def learn(self, num_proposed: int, num_accepted: int) -> None:
+        """Take note of a cycle: slots behind the first rejection say nothing."""
+        for slot in range(min(num_proposed, len(self.reached), num_accepted + 1)):
+            self.reached[slot] = _MEMORY * self.reached[slot] + 1
+            self.passed[slot] = _MEMORY * self.passed[slot] + (slot < num_accepted)
+
+    def fade(self, share: float) -> None:
+        """Let all that is known weigh less."""
+        self.reached = [share * each for each in self.reached]
+        self.passed = [share * each for each in self.passed]
+
+    def counts(self) -> Counts:
+        """Return what was reached and what passed."""
+        return tuple(self.reached), tuple(self.passed)
+
+
 class SurvivalTable:
-    """How far proposals are accepted, slot by slot, in counts that fade.
+    """How far proposals are accepted, slot by slot and moment by moment.
+
+    A text is easy or hard for a stretch: a block that was kept whole is followed by another one like it, one
+    that was not by a worse one, unless some plain steps lie between. So each moment has counts of its own,
+    of which those of all moments together are an opinion.
 
     Args:
         num_slots: most proposals of a cycle.
         earlier: what was measured before this session.
+
+    Attributes:
+        num_plain: plain steps since the last cycle with proposals, or since the answer began.
+        follows_whole: whether that cycle's block was kept whole.
     """
 
     def __init__(self, num_slots: int, earlier: Learned) -> None:
-        self._reached = _padded(earlier.reached, num_slots)
-        self._passed = _padded(earlier.passed, num_slots)
+        self._all = _Survival(num_slots, (earlier.reached, earlier.passed))
+        moments = zip_longest(earlier.moments[:NUM_MOMENTS], range(NUM_MOMENTS))
+        self._moments = [_Survival(num_slots, counts or ((), ())) for counts, _ in moments]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an answer."""
+        self.follows_whole, self._follows_any, self.num_plain = False, False, 0
 
     def learn(self, num_proposed: int, num_accepted: int) -> None:
-        """Take note of a cycle: slots behind the first rejection say nothing."""
-        for slot in range(min(num_proposed, len(self._reached), num_accepted + 1)):
-            self._reached[slot] = _MEMORY * self._reached[slot] + 1
-            self._passed[slot] = _MEMORY * self._passed[slot] + (slot < num_accepted)
+        """Take note of a cycle."""
+        if not num_proposed:
+            self.num_plain += 1
+            return
+        own = self._moments[self._moment]
+        for moment in self._moments:
+            if moment is not own:
+                moment.fade(_UNSEEN)
+        for survival in (self._all, own):
+            survival.learn(num_proposed, num_accepted)
+        self.follows_whole, self._follows_any = num_accepted == num_proposed, True
+        self.num_plain = 0
 
-    def tokens(self, most: int) -> Sequence[float]:
+    def tokens(self, most: int, *, always: bool = False) -> Sequence[float]:
         """Return for each width up to `most` the tokens that a cycle of it commits; hopeful at first.
 
-        A slot that was hardly reached is taken to pass as the others do.
+        A slot that was hardly reached is taken to pass as the others do, and at this moment as at all times.
+
+        Args:
+            most: widest block.
+            always: at all times together, not at this moment.
         """
-        everywhere = (sum(self._passed) + 1) / (sum(self._reached) + 1)
+        everywhere = (sum(self._all.passed) + 1) / (sum(self._all.reached) + 1)
+        own = self._moments[self._moment]
         tokens, survival = [1.0], 1.0
-        for reached, passed in zip(self._reached[:most], self._passed[:most], strict=True):
-            survival *= (passed + _SHRINK * everywhere) / (reached + _SHRINK)
+        for slot in range(most):
+            share = (self._all.passed[slot] + _SHRINK * everywhere) / (self._all.reached[slot] + _SHRINK)
+            if not always:
+                share = (own.passed[slot] + _MOMENT_SHRINK * share) / (own.reached[slot] + _MOMENT_SHRINK)
+            survival *= share
             tokens.append(tokens[-1] + survival)
         return tokens
 
     @property
     def is_known(self) -> bool:
         """Whether it rests on a few cycles, and is more than hope."""
-        return bool(self._reached) and self._reached[0] > HARDLY_MEASURED - 1
+        return bool(self._all.reached) and self._all.reached[0] > HARDLY_MEASURED - 1
 
-    def counts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return what was reached and what passed, by slot."""
-        return tuple(self._reached), tuple(self._passed)
+    def counts(self) -> tuple[Counts, tuple[Counts, ...]]:
+        """Return what was reached and what passed, by slot: at all times, and at each moment."""
+        return self._all.counts(), tuple(moment.counts() for moment in self._moments)
+
+    @property
+    def _moment(self) -> int:
+        if self.follows_whole:
+            return 0
+        lull = 0 if self.num_plain == 0 else 1 if self.num_plain < LULL else 2
+        return 1 + lull + (0 if self._follows_any else 3)
 
 
 def learned(costs: CostTable, survival: SurvivalTable, purse: float, num_drafting: int) -> Learned:
     """Return what tables came to, for the next session."""
     steps, times = costs.in_steps()
-    reached, passed = survival.counts()
-    whole = Learned(steps, times, reached, passed, purse, num_drafting)
+    (reached, passed), moments = survival.counts()
+    whole = Learned(steps, times, reached, passed, purse, num_drafting, moments)
     return whole.trusted(MOST_TRUST, SURVIVAL_TRUST)
+
+
+def _at_most(cycles: float, counts: Counts) -> Counts:
+    """Return counts with less weight, if the first slot was reached in more cycles."""
+    reached, passed = counts
+    share = min(1.0, cycles / reached[0]) if reached and reached[0] > 0 else 1.0
+    return tuple(share * each for each in reached), tuple(share * each for each in passed)
 
 
 def _padded(values: Sequence[float], num_slots: int) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from mlx_flashnext.engine.governor import CARRIED_STEPS, LARGEST_STEPS, WATCHED_CYCLES, Governor
-from mlx_flashnext.engine.learned import Learned
+from mlx_flashnext.engine.learned import LULL, NUM_MOMENTS, Learned
 
 PLAIN_NS = 1_000_000
 
@@ -247,3 +247,67 @@ def test_widths_that_were_tried_once_each_say_together_that_nothing_pays() -> No
         governor.count(width, 0, 1, 5 * PLAIN_NS)
     later = Governor(7, earlier=governor.learned())
     assert later.is_resting, "it would lose as much again in every answer"
+
+
+def in_stretches(seed: int) -> float:
+    """Return plain steps a token of twelve answers, one governor each, that inherit from each other.
+
+    An answer is easy but for its first eight tokens and every eighth stretch of eight: a drafter says the
+    next token of the hard ones one time in four. A block of any width costs four steps.
+    """
+    rng, earlier, tokens, steps = random.Random(seed), Learned(), 0, 0.0
+    for _ in range(12):
+        governor = Governor(7, earlier=earlier, first_width=4)
+        governor.begin_answer()
+        at = 0
+        while at < 96:
+            width, kept = governor.width(95 - at), 0
+            while kept < width and rng.random() < (0.25 if (at + kept) % 64 < 8 else 0.98):
+                kept += 1
+            cost = 4.0 if width else 1.0
+            governor.count(width, kept, kept + 1, int(cost * PLAIN_NS * rng.lognormvariate(0, 0.05)))
+            at, tokens, steps = at + kept + 1, tokens + kept + 1, steps + cost
+        earlier = governor.learned()
+    return steps / tokens
+
+
+def test_a_hard_stretch_is_waited_out(monkeypatch) -> None:
+    waits = sum(in_stretches(seed) for seed in range(10))
+    monkeypatch.setattr(Governor, "_stumbles", lambda _: False)
+    assert waits < 0.97 * sum(in_stretches(seed) for seed in range(10)), "the control pays for each of them"
+
+
+def lull(governor: Governor) -> int:
+    """Take plain steps until a block is wanted; return how many."""
+    for number in range(100):
+        assert not governor.is_resting, (
+            "a drafter that is not told of a row may have nothing to say behind it"
+        )
+        assert governor.verdict() is None
+        if governor.width(7):
+            return number
+        governor.count(0, 0, 1, PLAIN_NS)
+    raise AssertionError("it waits for ever")
+
+
+def test_a_lull_is_no_rest_and_ends_by_itself(monkeypatch) -> None:
+    easy, hard = ((24.0,) * 7, (23.0,) * 7), ((24.0,) * 7, (2.0,) * 7)
+    costs = ((1.0,) + (4.0,) * 7, (8.0,) * 8)
+    earlier = Learned(*costs, *easy, CARRIED_STEPS, 99, (easy, *[hard] * (NUM_MOMENTS - 1)))
+    governor = Governor(7, earlier=earlier)
+    governor.begin_answer()
+    governor.count(0, 0, 1, PLAIN_NS)
+    assert lull(governor) == LULL - 1
+    governor.count(7, 0, 1, 4 * PLAIN_NS)  # kernels are made: what it took counts for little
+    assert lull(governor) == LULL
+    governor.count(7, 0, 1, 4 * PLAIN_NS)
+    assert lull(governor) == 2 * LULL, "twice as long each time that it lost"
+    governor.count(7, 7, 8, 4 * PLAIN_NS)
+    assert lull(governor) == 0, "easy going"
+    governor.count(7, 6, 7, 4 * PLAIN_NS)
+    assert lull(governor) == LULL, "as at first, since it gained"
+    governor.begin_answer()
+    assert lull(governor) == LULL
+    monkeypatch.setattr(Governor, "_stumbles", lambda _: False)
+    governor.begin_answer()
+    assert lull(governor) == 0, "the control: it could have paid"

@@ -140,6 +140,21 @@ def test_entries_are_bounded_and_the_newest_stay(path):
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
+def test_what_was_seen_at_each_moment_is_kept(path):
+    governor = Governor(2)
+    for width, kept in ((0, 0), (2, 1), (0, 0), (2, 2), (2, 2)):
+        governor.count(width, kept, kept + 1, PLAIN_NS * (1 + width))
+    tables(path).save(governor.learned())
+    kept = tables(path).begin()
+    assert kept.moments == governor.learned().moments
+    passed = [counts[1] for counts in kept.moments]
+    assert passed[0] == (1.0, 1.0), "after a whole block"
+    assert passed[5][0] == pytest.approx(0.99**2), "a plain step after the beginning; it fades unseen"
+    assert passed[2] == pytest.approx((0.99, 0.99)), "a plain step after a block that was not kept whole"
+    assert sum(map(sum, passed)) == pytest.approx(2 + 1.98 + 0.99**2)
+    assert tables(path, now=NOW + HALF_LIFE_S).begin().moments[0][1][0] == pytest.approx(1.0)
+
+
 def test_nothing_is_left_where_nobody_proposed(path):
     tables(path).save(Learned((1.0,), (8.0,), (0.0,), (0.0,), 1.0, 0))
     KeptTables(None, KEY).save(PAYS)
@@ -168,6 +183,9 @@ def _broken(**changes: object) -> bytes:
         _broken(passed=[9.0]), _broken(reached=[1e300], passed=[0.0]), _broken(purse=1e9),
         _broken(measured_at=1e300), _broken(num_drafting=-1), _broken(machine="x" * 1000),
         _broken(costs=["1", None]), _broken(slots_share=-1.0),
+        _broken(moments=[[[1.0], [2.0]]]), _broken(moments=[[[1.0], []]]), _broken(moments=[[[1.0]]]),
+        _broken(moments=[[[], []]] * 8), _broken(moments=[[[1.0] * 99, [1.0] * 99]]), _broken(moments=7),
+        _broken(moments=[[[1e300], [0.0]]]), _broken(moments=[[[-1.0], [-2.0]]]),
     ],
 )  # fmt: skip
 def test_a_hostile_file_is_a_note_and_is_written_anew(path, content):
