@@ -8,8 +8,9 @@ What the prediction is given, all of it taken apart from the runs it is held aga
 - the drive: its rate, which is set (simulated disk), and what a request costs beside it, from requests of one
   to four records in a store of their own;
 - computing: the time from the end of one layer's wait to the next layer's demand, the median of each layer,
-  and what a hand-over takes, of a run with each kind of hints at the first budget; and how much longer that
-  time is for every record that is read in it, by least squares over the runs with hints.
+  what a hand-over takes, and when it comes where nothing was waited for, of a run with each kind of hints at
+  the first budget; and how much longer that time is for every record that is read in it, by least squares
+  over the runs with hints.
 
 Then every budget with every kind of hints is measured in an engine of its own, prompts read beforehand, and
 simulated from cold in the same order. Without hints, hits must be the same to the last one. The bar: exposed
@@ -62,6 +63,7 @@ class Clocked:
         count: says how many records were read so far.
         gaps: by layer, nanoseconds from the end of the wait before to the demand, and records read in them.
         hints_ns: from the demand to the begin of the wait, where hints were handed over.
+        described_ns: from the end of the wait until the device has work again, when what was not told is.
     """
 
     acquire: Callable[..., Lease]
@@ -69,12 +71,14 @@ class Clocked:
     is_on: bool = False
     gaps: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     hints_ns: list[int] = field(default_factory=list[int])
+    described_ns: list[int] = field(default_factory=list[int])
     _left_ns: int = 0
     _left_at: int = 0
 
     def __call__(
         self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[], None], **named: Any
     ) -> Lease:
+        """Do what the store does."""
         began_ns = time.perf_counter_ns()
         if self.is_on and self._left_ns:
             gap = (began_ns - self._left_ns, self.count() - self._left_at)
@@ -89,6 +93,16 @@ class Clocked:
         lease = self.acquire(layer, experts, meanwhile=clocked, **named)
         self._left_at, self._left_ns = self.count(), time.perf_counter_ns()
         return lease
+
+    def before(self, busy: Callable[[], None]) -> Callable[[], None]:
+        """Return `StreamedExperts.device_busy`, clocked."""
+
+        def clocked() -> None:
+            if self.is_on and self._left_ns:
+                self.described_ns.append(time.perf_counter_ns() - self._left_ns)
+            busy()
+
+        return clocked
 
 
 class CountingDial(Dial):
@@ -182,6 +196,8 @@ class Bench:
             clocked = Clocked(store.acquire, lambda: dial.num_read)
             if listen:
                 store.acquire = clocked
+                experts = engine.target.experts
+                experts.device_busy = clocked.before(experts.device_busy)
             for number, prompt in enumerate(self.prompts):
                 log = RouteLog()
                 told = Hints(self.predictor(hints, number), self.num_layers, log)
@@ -253,7 +269,8 @@ def calibrate_compute(clocked: Clocked, record_ns: float) -> Compute:
         for layer, gaps in sorted(clocked.gaps.items())
     }
     hint_ns = round(statistics.median(clocked.hints_ns))
-    return Compute(layer_ns=tuple(own.values()), hint_ns=hint_ns, record_ns=round(record_ns))
+    tell_ns = round(statistics.median(clocked.described_ns)) + hint_ns
+    return Compute(layer_ns=tuple(own.values()), hint_ns=hint_ns, record_ns=round(record_ns), tell_ns=tell_ns)
 
 
 def simulate(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> Played:
@@ -293,7 +310,7 @@ def calibrate(bench: Bench) -> tuple[dict[str, SimulatedMachine], dict[str, Answ
         assert isinstance(compute.layer_ns, tuple)
         print(
             f"{hints:10} computes {sum(compute.layer_ns) / 1e6:.2f} ms a token, hands over in "
-            f"{compute.hint_ns / 1e3:.0f} us"
+            f"{compute.hint_ns / 1e3:.0f} us, {compute.tell_ns / 1e3:.0f} us late where nothing was waited for"
         )
     return machines, routes
 

@@ -22,6 +22,7 @@ TOML; `FORMAT` and `VERSION` below. Every field has bounds, none is unknown, and
     hint_us = 0              # of a hand-over of hints, before the layer's wait; readers stand still
     pass_us = 1000           # of a pass, before its first layer: head of the last one, embedding, draft
     record_us = 0            # of every record that is read while computing: what reading takes from it
+    tell_us = 0              # until hints are handed over where a layer waited for nothing
 
 All of `[compute]` is zero where it is left out: then waits are those of a machine that computes in no time.
 """
@@ -80,6 +81,7 @@ class _Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hint_us: _Time = 0.0
     pass_us: _Time = 0.0
     record_us: _Time = 0.0
+    tell_us: _Time = 0.0
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +105,8 @@ class Compute:
         hint_ns: of a hand-over of hints; readers stand still, as they need the interpreter too.
         pass_ns: of a pass, before its first layer.
         record_ns: of every record that is read while computing.
+        tell_ns: from the moment that a layer's experts are there until hints are handed over, where nothing
+            was waited for: the host describes the next layer first, so that the device has work.
     """
 
     layer_ns: int | tuple[int, ...] = 0
@@ -112,6 +116,7 @@ class Compute:
     hint_ns: int = 0
     pass_ns: int = 0
     record_ns: int = 0
+    tell_ns: int = 0
 
     def of_layer(self, place: int, num_rows: int) -> int:
         """Return what passes before a layer's experts are known.
@@ -218,6 +223,7 @@ def parse_machine(data: bytes, path: Path = Path("machine")) -> SimulatedMachine
             _ns(compute.hint_us),
             _ns(compute.pass_us),
             _ns(compute.record_us),
+            _ns(compute.tell_us),
         ),
         file.about,
     )
@@ -250,6 +256,7 @@ def write_machine(machine: SimulatedMachine) -> str:
         f"hint_us = {_us(compute.hint_ns)}",
         f"pass_us = {_us(compute.pass_ns)}",
         f"record_us = {_us(compute.record_ns)}",
+        f"tell_us = {_us(compute.tell_ns)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -192,6 +192,8 @@ class Simulation:
         for layer, layout in layouts.items():
             if slots[layer] >= layout.num_experts:  # as an engine that streams nothing of a layer
                 self.store.preload(layer)
+        self._untold: tuple[int, Rows] | None = None
+        self._tell_in_ns = 0
         self._held: list[Lease] = []
         self._generation = 0
         self._hints = Hints(None, self._num_layers)
@@ -251,7 +253,9 @@ class Simulation:
             self._compute(compute.of_layer(self._place[layer], len(rows)))
             if after is not None and hints.looks_ahead(layer):
                 hints.expect(after, ())
+            self._tell_untold()  # at the latest before the ids are read back
             self._experts(layer, rows, is_revocable=is_revocable)
+        self._tell_untold()
         self._idle()
         self._generation += 1
         self.store.advance(OWNER, self._generation, num_rows=block.num_kept)
@@ -274,7 +278,7 @@ class Simulation:
             lease = self.store.acquire(layer, union, owner=OWNER, row_masks=masks, meanwhile=tell)
             self._held.append(lease)
             if not is_told:
-                self._tell(layer, rows, is_free=True)  # the device computes meanwhile
+                self._untold, self._tell_in_ns = (layer, rows), self.machine.compute.tell_ns
             self._compute(expert_ns * len(union))
             return
         half = max(1, self._slots[layer] // 2)
@@ -302,7 +306,18 @@ class Simulation:
                 self._simulated.hold(self.machine.compute.hint_ns)
 
     def _compute(self, duration_ns: int) -> None:
+        """Let the device compute; what was to be told meanwhile is told."""
+        if self._untold is not None and self._tell_in_ns <= duration_ns:
+            self._simulated.compute(self._tell_in_ns, self.machine.compute.record_ns)
+            duration_ns -= self._tell_in_ns
+            self._tell_untold()
+        self._tell_in_ns -= duration_ns
         self._simulated.compute(duration_ns, self.machine.compute.record_ns)
+
+    def _tell_untold(self) -> None:
+        if self._untold is not None:
+            (layer, rows), self._untold = self._untold, None
+            self._tell(layer, rows, is_free=True)  # the device computes meanwhile
 
     def _idle(self) -> None:
         for lease in self._held:

@@ -189,6 +189,21 @@ def test_who_knows_everything_and_computes_long_enough_is_never_late(seed):
         assert found.exposed_wait_ns <= found.num_misses * 1_000_000
 
 
+@pytest.mark.parametrize(("tell", "waited"), [(0, 0), (6_000, 0), (15_000, 5_000), (30_000, 10_000)])
+def test_where_nothing_was_waited_for_hints_come_when_the_host_has_described_what_follows(tell, waited):
+    """Reading takes 10 ms, a layer 20: what is told after 15 has 5 left, what is told at its end has none."""
+    compute = Compute(20_000 * US, tell_ns=tell * US)
+    machine = SimulatedMachine("m", Drive(1e5, num_readers=4), compute)
+    layouts = plain_layouts(dict.fromkeys(range(2), 16), 1000)
+    blocks = [
+        RoutedBlock(at, 1, {0: [[0]], 1: [[at]]}, {1: [Guess(1, at)]}, is_prefill=False) for at in range(6)
+    ]
+    result, _ = played(layouts, blocks[:1], 12, RecordedGuesses(), machine)
+    first_ns = result.store.exposed_wait_ns  # layer 0 itself waits in the first block, and tells before that
+    result, _ = played(layouts, blocks, 12, RecordedGuesses(), machine)
+    assert result.store.exposed_wait_ns - first_ns == 5 * waited * US
+
+
 def test_a_layer_with_a_slot_for_every_expert_is_read_before_anything_is_played():
     result, _ = played(LAYOUTS, random_blocks(1), 16)
     assert (result.store.num_misses, result.store.physical_bytes) == (0, 0)
