@@ -310,7 +310,7 @@ def calibrate(bench: Bench) -> tuple[dict[str, SimulatedMachine], dict[str, Answ
         assert isinstance(compute.layer_ns, tuple)
         print(
             f"{hints:10} computes {sum(compute.layer_ns) / 1e6:.2f} ms a token, hands over in "
-            f"{compute.hint_ns / 1e3:.0f} us, {compute.tell_ns / 1e3:.0f} us late where nothing was waited for"
+            f"{compute.hint_ns / 1e3:.0f} us, {compute.tell_ns / 1e3:.0f} us late where nobody waited"
         )
     return machines, routes
 
