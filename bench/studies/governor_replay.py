@@ -1,6 +1,6 @@
 """How well does the governor choose on real acceptance, whatever the machine's pace?
 
-    python -m bench.studies.governor_replay [--first 0] [--prompts 6] [--repetitions 8]
+    python -m bench.studies.governor_replay [--first 0] [--prompts 6] [--repetitions 8] [--other-prices]
 
 Held-out prompts of the demo are answered plainly while the draft proposes a whole block at every token, and
 nothing is committed of it: that says how many proposals would have been kept at each place, for every width.
@@ -36,6 +36,16 @@ PRICES: Final = {
     100: (1.0, 3.45, 4.30, 4.57, 5.48, 5.48, 6.85, 6.12),
 }
 """Of a cycle with 0 to 7 proposals, in plain steps, by per cent of the experts in memory."""
+OTHER_PRICES: Final = {
+    "between 25 and 50 %": tuple((low + high) / 2 for low, high in zip(PRICES[25], PRICES[50], strict=True)),
+    "between 50 and 100 %": tuple(
+        (low + high) / 2 for low, high in zip(PRICES[50], PRICES[100], strict=True)
+    ),
+    "50 %, blocks cheaper by a fifth": tuple(1 + 0.8 * (price - 1) for price in PRICES[50]),
+    "25 %, blocks dearer by 15 %": tuple(1 + 1.15 * (price - 1) for price in PRICES[25]),
+    "in a line, as of one token a row": tuple(1 + 0.42 * number for number in range(MOST + 1)),
+}
+"""On which nothing was tuned."""
 SCATTER: Final = 0.08
 
 Answer = list[int]
@@ -152,17 +162,19 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=8)
+    parser.add_argument("--other-prices", action="store_true", help="those on which nothing was tuned")
     options = parser.parse_args()
     answers = recorded(options.first, options.prompts, options.tokens)
     rows = []
-    for budget, prices in PRICES.items():
+    tuned = {f"{share:3} %": prices for share, prices in PRICES.items()}
+    for budget, prices in (OTHER_PRICES if options.other_prices else tuned).items():
         for genre, each in answers.items():
             row = cell(each, prices, options.repetitions)
             rows.append({"genre": genre, "budget": budget, **row})
             best, none = row["over_best"], row["over_none"]
             is_met = best["remembers"] <= BAR and none["remembers"] <= BAR
             print(
-                f"{genre:8} {budget:3} %: best k = {row['best']} ({row['best_over_none']:.3f} of none); "
+                f"{genre:8} {budget}: best k = {row['best']} ({row['best_over_none']:.3f} of none); "
                 f"governor {best['remembers']:.3f} of it, {none['remembers']:.3f} of none; new "
                 f"{best['new']:.3f}, {none['new']:.3f}{'' if is_met else '   MISSED'}"
             )

@@ -16,17 +16,22 @@ Source: qwen4exp.md 2.7, 3.1 to 3.5; padding: FIELD.md P66 (K-quant packs pad 64
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from expert_store.layout import RecordLayout, StackedComponent
 from expert_store.pack import record_layout
-from expert_store.safetensors_header import DTYPE_BITS
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import ExpertGroup, PackedRecords, Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, block_sizes, quant_spec
-from mlx_flashnext.checkpoint.refusals import REPACK, check_shape, mismatch, missing_tensor, size_mismatch
+from mlx_flashnext.checkpoint.refusals import (
+    REPACK,
+    check_packed,
+    check_shape,
+    mismatch,
+    missing_tensor,
+    size_mismatch,
+)
 from mlx_flashnext.checkpoint.stored import BLOCK_SCALES, PROJECTIONS, Component, ExpertLayout, Projection
 from mlx_flashnext.config import MatrixSpec, ModelConfig, QuantSpec
 
@@ -199,14 +204,8 @@ class ExpertReader:
         parts: dict[str, Parts] = {}
         for component in layer.components:
             leaf, _, part = component.name.partition(".")
-            bits = DTYPE_BITS.get(component.dtype, 0)
             name = f"{prefix}.{component.name}"
-            if 8 * component.length != math.prod(component.shape) * bits:
-                raise mismatch(
-                    f"{name}: {component.length} bytes for {component.dtype} {list(component.shape)}",
-                    name,
-                    hint=REPACK,
-                )
+            check_packed(name, component)
             info = TensorInfo(
                 name, component.dtype, component.shape, first.file, first.offset, component.length
             )

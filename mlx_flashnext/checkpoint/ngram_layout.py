@@ -14,12 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from expert_store.layout import RowLayout, RowPart
-from expert_store.safetensors_header import DTYPE_BITS
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, Sizes
 from mlx_flashnext.checkpoint.grouping import PackedRows, Parts
 from mlx_flashnext.checkpoint.quantization import FLOATS, Place, Quantization, quant_spec
-from mlx_flashnext.checkpoint.refusals import REPACK, check_shape, mismatch, missing_tensor, size_mismatch
+from mlx_flashnext.checkpoint.refusals import (
+    REPACK,
+    check_packed,
+    check_shape,
+    mismatch,
+    missing_tensor,
+    size_mismatch,
+)
 from mlx_flashnext.checkpoint.stored import Component, NgramLayout
 from mlx_flashnext.config import ModelConfig, QuantSpec
 
@@ -129,13 +135,8 @@ def _apart(packed: PackedRows) -> dict[int | None, Parts]:
     for part, tensor in zip(rows.parts, packed.tensors, strict=True):
         parts: Parts = {}
         for component in rows.components:
-            name, bits = f"{component.name} of {tensor.name}", DTYPE_BITS.get(component.dtype, 0)
-            if 8 * component.length != math.prod(component.shape) * bits:
-                raise mismatch(
-                    f"{name}: {component.length} bytes for {component.dtype} {list(component.shape)}",
-                    tensor.name,
-                    hint=REPACK,
-                )
+            name = f"{component.name} of {tensor.name}"
+            check_packed(name, component)
             shape, length = (part.num_rows, *component.shape), part.num_rows * component.length
             parts[component.name] = TensorInfo(
                 name, component.dtype, shape, tensor.file, tensor.offset, length

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from expert_store.pack import PackComponent
+from expert_store.safetensors_header import DTYPE_BITS
 from expert_store.safetensors_index import TensorInfo
 from mlx_flashnext.checkpoint.expected import Size, describe
 from mlx_flashnext.errors import WeightMismatch
@@ -43,6 +46,22 @@ def size_mismatch(
         expected=size.value,
         fields=size.fields,
     )
+
+
+def check_packed(name: str, component: PackComponent) -> None:
+    """Refuse a component of a pack whose bytes are not those of its dtype and shape.
+
+    Args:
+        name: What messages call it.
+        component: As the manifest has it.
+    """
+    bits = DTYPE_BITS.get(component.dtype, 0)
+    if 8 * component.length != math.prod(component.shape) * bits:
+        raise mismatch(
+            f"{name}: {component.length} bytes for {component.dtype} {list(component.shape)}",
+            name,
+            hint=REPACK,
+        )
 
 
 def check_shape(

@@ -10,7 +10,7 @@ own, the correction or the bonus. Plain decode is k = 0: there is no second loop
     2  hint       guesses of the block's routes become reads ahead; n-gram rows are issued: they are known
     3  forward    every layer: mix, route (ids to the host: the one wait of a streamed layer), slots, compute;
                   what the layer says of later ones is handed over while its own records are on their
-                 way, or while the device computes it if all of them are there
+                  way, or while the device computes it if all of them are there
     4  verify     accepted prefix and one token more; reading them is the last wait
     5  admit      the answer may end inside the block: stop ids, stop strings
     6  commit     everything the sequence carries moves to the last kept row, all or nothing

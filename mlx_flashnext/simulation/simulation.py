@@ -251,9 +251,9 @@ class Simulation:
         for layer, after in zip(order, [*order[1:], None], strict=True):
             rows = block.routes[layer]
             self._compute(compute.of_layer(self._place[layer], len(rows)))
+            self._tell_untold()  # at the latest before the ids are read back, and what rides on them
             if after is not None and hints.looks_ahead(layer):
                 hints.expect(after, ())
-            self._tell_untold()  # at the latest before the ids are read back
             self._experts(layer, rows, is_revocable=is_revocable)
         self._tell_untold()
         self._idle()

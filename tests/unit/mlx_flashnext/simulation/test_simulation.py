@@ -194,13 +194,13 @@ def test_where_nothing_was_waited_for_hints_come_when_the_host_has_described_wha
     """Reading takes 10 ms, a layer 20: what is told after 15 has 5 left, what is told at its end has none."""
     compute = Compute(20_000 * US, tell_ns=tell * US)
     machine = SimulatedMachine("m", Drive(1e5, num_readers=4), compute)
-    layouts = plain_layouts(dict.fromkeys(range(2), 16), 1000)
     blocks = [
-        RoutedBlock(at, 1, {0: [[0]], 1: [[at]]}, {1: [Guess(1, at)]}, is_prefill=False) for at in range(6)
+        RoutedBlock(at, 1, {0: [[0]], 1: [[0]], 2: [[at]]}, {2: [Guess(2, at)]}, is_prefill=False)
+        for at in range(6)
     ]
-    result, _ = played(layouts, blocks[:1], 12, RecordedGuesses(), machine)
-    first_ns = result.store.exposed_wait_ns  # layer 0 itself waits in the first block, and tells before that
-    result, _ = played(layouts, blocks, 12, RecordedGuesses(), machine)
+    result, _ = played(LAYOUTS, blocks[:1], 12, RecordedGuesses(), machine)
+    first_ns = result.store.exposed_wait_ns  # layers 0 and 1 wait in the first block, and tell before that
+    result, _ = played(LAYOUTS, blocks, 12, RecordedGuesses(), machine)
     assert result.store.exposed_wait_ns - first_ns == 5 * waited * US
 
 
