@@ -87,8 +87,9 @@ def drop(path: Path) -> None:
 def cached_share(files: Sequence[Path], seed: int | None = None) -> float | None:
     """Return the share of sampled pages that are in memory; None where the system does not say.
 
-    A page that is looked at and is not in memory is fetched, though nobody waits for it: so each call looks
-    at pages of its own, unless a seed says otherwise, and no page is read ahead of those.
+    A page that is looked at and is not in memory is fetched, though nobody waits for it: so no page is looked
+    at twice in a call, each call looks at pages of its own, unless a seed says otherwise, and no page is read
+    ahead of those.
     """
     if sys.platform != "linux" or not files:
         return None
@@ -97,9 +98,8 @@ def cached_share(files: Sequence[Path], seed: int | None = None) -> float | None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            size = os.fstat(descriptor).st_size
-            for _ in range(NUM_SAMPLES if size else 0):
-                offset = chance.randrange(size) // _PAGE * _PAGE
+            pages = range(0, os.fstat(descriptor).st_size, _PAGE)
+            for offset in chance.sample(pages, min(NUM_SAMPLES, len(pages))):
                 is_cached = _is_cached(descriptor, offset)
                 if is_cached is None:
                     return None

@@ -39,3 +39,11 @@ def test_a_file_that_was_written_a_moment_ago_is_cold_too(clean: Path) -> None:
     fresh.write_bytes(os.urandom(1 << 20))
     assert cached_share([fresh]) == 1
     assert prepare([fresh], "cold").cached_share == 0
+
+
+def test_a_look_does_not_find_what_it_fetched_itself(clean: Path) -> None:
+    """A small file was looked at more often than it has pages, and a cold one seemed to be half in memory."""
+    small = clean.with_name("small")
+    small.write_bytes(os.urandom(16 << 12))
+    assert prepare([small], "cold").cached_share == 0
+    assert prepare([small], "warm").cached_share == 1
