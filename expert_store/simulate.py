@@ -40,6 +40,9 @@ from expert_store.store import ExpertStore
 _S: Final = 1_000_000_000
 _FILE_BYTES: Final = 1 << 60
 
+_Happens = RecordTicket | Callable[[], None] | None
+"""A record is there; somebody else's read has ended; a reader wakes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drive:
@@ -98,7 +101,7 @@ class VirtualReader(Reader):
         self.drive = drive
         self._clock = clock
         self._num_asleep = drive.num_readers
-        self._events: list[tuple[int, int, RecordTicket | None]] = []  # None: a reader wakes
+        self._events: list[tuple[int, int, _Happens]] = []
         self._order = count()
         self._free_ns = 0
         self._desk: Desk | None = None
@@ -125,7 +128,7 @@ class VirtualReader(Reader):
     def close(self) -> None:
         """Hand in what is on the wire; see `Reader`."""
         while self._events:
-            self._step()
+            self.step()
 
     def wait_for(self, completion: Completion, timeout_s: float | None, check: Callable[[], None]) -> bool:
         """Let time pass until the last end of a completion; see `Reader`.
@@ -142,16 +145,21 @@ class VirtualReader(Reader):
             if until_ns is not None and self._events[0][0] > until_ns:
                 self.pass_until(until_ns)
                 return False
-            self._step()
+            self.step()
         self.pass_until(self._clock.now_ns + self.drive.wake_ns)
         return True
+
+    def read_beside(self, num_bytes: int, ended: Callable[[], None]) -> None:
+        """Read for another table, on readers of its own which sleep, from the same drive."""
+        begin_ns = self._clock.now_ns + self.drive.wake_ns
+        self._arrange(self._ready_ns(begin_ns, num_bytes, 1), ended)
 
     def pass_until(self, time_ns: int, record_ns: int = 0) -> None:
         """Let time pass, and whatever is due meanwhile happen; each record that comes takes so much more."""
         while self._events and self._events[0][0] <= time_ns:
-            if self._events[0][2] is not None:
+            if isinstance(self._events[0][2], RecordTicket):
                 time_ns += record_ns
-            self._step()
+            self.step()
         self._clock.reach(time_ns)
 
     def hold_until(self, time_ns: int) -> None:
@@ -162,14 +170,14 @@ class VirtualReader(Reader):
         heapq.heapify(self._events)
         self._clock.reach(time_ns)
 
-    def _arrange(self, time_ns: int, ticket: RecordTicket | None) -> None:
-        heapq.heappush(self._events, (time_ns, next(self._order), ticket))
-
-    def _step(self) -> None:
-        """Let the next event happen."""
+    def step(self) -> None:
+        """Let time pass until the next event has happened."""
         time_ns, _, ticket = heapq.heappop(self._events)
         self._clock.reach(time_ns)
         assert self._desk is not None
+        if callable(ticket):
+            ticket()
+            return
         error = None if ticket is None else attempt(ticket)
         with self._desk.lock:
             if ticket is not None:
@@ -179,14 +187,17 @@ class VirtualReader(Reader):
             self._num_asleep += 1
             return
         assert isinstance(job, RecordTicket)
-        self._arrange(self._ready_ns(job), job)
+        self._arrange(self._ready_ns(self._clock.now_ns, job.num_bytes, len(job.runs)), job)
 
-    def _ready_ns(self, ticket: RecordTicket) -> int:
-        """Return when a read that begins now will be done, and take the drive for it."""
-        drive, now_ns = self.drive, self._clock.now_ns
-        ready_ns = now_ns + len(ticket.runs) * drive.latency_ns
+    def _arrange(self, time_ns: int, happens: _Happens) -> None:
+        heapq.heappush(self._events, (time_ns, next(self._order), happens))
+
+    def _ready_ns(self, begin_ns: int, num_bytes: int, num_reads: int) -> int:
+        """Return when a read will be done, and take the drive for it."""
+        drive = self.drive
+        ready_ns = begin_ns + num_reads * drive.latency_ns
         if drive.bytes_per_s is not None:
-            self._free_ns = max(self._free_ns, now_ns) + round(ticket.num_bytes / drive.bytes_per_s * _S)
+            self._free_ns = max(self._free_ns, begin_ns) + round(num_bytes / drive.bytes_per_s * _S)
             ready_ns = max(ready_ns, self._free_ns)
         return ready_ns + drive.overhead_ns
 
@@ -241,6 +252,8 @@ class Simulated:
         self.store = store
         self.clock = clock
         self._reader = reader
+        self._num_rows_reading = 0
+        store.give_way_to(lambda: self._num_rows_reading > 0)
 
     @classmethod
     def open(
@@ -284,6 +297,28 @@ class Simulated:
         if min(duration_ns, record_ns) < 0:
             raise StoreError(f"Nothing takes {min(duration_ns, record_ns)} ns", hint="give zero or more")
         self._reader.pass_until(self.clock.now_ns + duration_ns, record_ns)
+
+    def read_rows(self, num_bytes: int) -> None:
+        """Ask for rows of another table on the same drive, as `RowTable.gather`: guesses give way to them.
+
+        Args:
+            num_bytes: Of all of them; they are read at once.
+        """
+        self._num_rows_reading += 1
+        self._reader.read_beside(num_bytes, self._rows_ended)
+
+    def wait_for_rows(self) -> None:
+        """Let time pass until all rows are there."""
+        if not self._num_rows_reading:
+            return
+        while self._num_rows_reading:
+            self._reader.step()
+        self._reader.pass_until(self.clock.now_ns + self._reader.drive.wake_ns)
+
+    def _rows_ended(self) -> None:
+        self._num_rows_reading -= 1
+        if not self._num_rows_reading:
+            self.store.resume_guesses()
 
     def hold(self, duration_ns: int) -> None:
         """Let time pass in which the host keeps readers from working: they need the interpreter as well.

@@ -1,13 +1,14 @@
 """How well does the governor choose on real acceptance, whatever the machine's pace?
 
-    python -m bench.studies.governor_replay [--first 0] [--prompts 6] [--repetitions 8] [--other-prices]
+    python -m bench.studies.governor_replay [--first 0] [--prompts 20] [--repetitions 8] [--other-prices]
 
 Held-out prompts of the demo are answered plainly while the draft proposes a whole block at every token, and
 nothing is committed of it: that says how many proposals would have been kept at each place, for every width.
 On that the governor and every fixed width are played without a clock, at prices of cycles with k proposals
 that `governor_grid` found (fused kernels, page cache, sums), for three budgets; prices of a governor's cycles
 scatter by 8 %, as cycles do. Prompts come one after the other, as in a run; the governor that remembers has
-answered all of them once before.
+answered all of them once before. A genre has twenty: of fewer, a best width that is known afterwards is the
+best by luck as well.
 
 Bars: at most 1.03 of the best fixed width, and of none. The last line of stdout is one JSON document.
 """
@@ -44,6 +45,8 @@ OTHER_PRICES: Final = {
     "50 %, blocks cheaper by a fifth": tuple(1 + 0.8 * (price - 1) for price in PRICES[50]),
     "25 %, blocks dearer by 15 %": tuple(1 + 1.15 * (price - 1) for price in PRICES[25]),
     "in a line, as of one token a row": tuple(1 + 0.42 * number for number in range(MOST + 1)),
+    "flat": tuple(1 + 0.02 * number for number in range(MOST + 1)),
+    "a step at 6 rows": tuple((1 if number < 5 else 2.2) + 0.03 * number for number in range(MOST + 1)),
 }
 """On which nothing was tuned."""
 SCATTER: Final = 0.08
@@ -159,7 +162,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--first", type=int, default=0, help="of the genre's held-out prompts")
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--other-prices", action="store_true", help="those on which nothing was tuned")

@@ -2,17 +2,18 @@
 
     python -m bench.studies.simulated_wait [--rate 4e6] [--budgets 16,32,48] [--hints off,near-gate,oracle]
 
-What the prediction is given, all of it taken apart from the runs it is held against:
+What the prediction is given, all of it taken apart from the runs it is held against, but in turns with them
+(this machine's pace changes within minutes):
 
 - routes and guesses: of one answer to each prompt at the first budget;
 - the drive: its rate, which is set (simulated disk), and what a request costs beside it, from requests of one
   to four records in a store of their own;
-- computing: the time from the end of one layer's wait to the next layer's demand, the median of each layer,
-  what a hand-over takes, and when it comes where nothing was waited for, of a run with each kind of hints at
-  the first budget; and how much longer that time is for every record that is read in it, by least squares
-  over the runs with hints.
+- computing: the time from the end of one layer's wait to the next layer's demand, waits for rows of the
+  n-gram table left out, the mean of each layer, what a hand-over takes, and when it comes where nothing was
+  waited for, of runs with each kind of hints at the first budget and with all experts but one of a layer;
+  and how much longer that time is for every record that is read in it, and after a wait, by least squares.
 
-Then every budget with every kind of hints is measured in an engine of its own, prompts read beforehand, and
+Every budget with every kind of hints is measured in engines of its own, prompts read beforehand, and
 simulated from cold in the same order. Without hints, hits must be the same to the last one. The bar: exposed
 wait within 10 %. The last line of stdout is one JSON document.
 """
@@ -24,7 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bench.studies.turns import Dial
 from expert_store.layout import ReadOp
@@ -46,13 +49,34 @@ from mlx_flashnext.reports.measure import GREEDY, answer
 from mlx_flashnext.reports.prompt_sets import chat_prompts, demo_tasks
 from mlx_flashnext.simulation.simulated_machine import Compute, SimulatedMachine, write_machine
 from mlx_flashnext.simulation.simulated_routes import Answers, blocks_of_passes, routes_by_position
-from mlx_flashnext.simulation.simulation import Played, RecordedGuesses, Simulation, play_answers
+from mlx_flashnext.simulation.simulation import (
+    NgramReads,
+    Played,
+    RecordedGuesses,
+    Simulation,
+    play_answers,
+)
 from mlx_flashnext.tokenizer import Tokenizer
 
 BAR = 0.10
 LEAST_SHARE = 0.02
 """Of a token's time that a wait must be to be compared: what is less is the noise of waking up."""
 HINTS = ("off", "near-gate", "oracle")
+OUTLIER = 3
+
+
+class Gap(NamedTuple):
+    """From the end of a layer's wait to the next layer's demand.
+
+    Attributes:
+        time_ns: without the wait for rows of the n-gram table.
+        num_read: records read in it.
+        is_woken: whether the layer before had to wait.
+    """
+
+    time_ns: int
+    num_read: int
+    is_woken: bool
 
 
 @dataclass
@@ -61,19 +85,23 @@ class Clocked:
 
     Attributes:
         count: says how many records were read so far.
-        gaps: by layer, nanoseconds from the end of the wait before to the demand, and records read in them.
+        rows_wait_ns: says how long rows were waited for so far.
+        gaps: before the demands of each layer.
         hints_ns: from the demand to the begin of the wait, where hints were handed over.
         described_ns: from the end of the wait until the device has work again, when what was not told is.
     """
 
     acquire: Callable[..., Lease]
     count: Callable[[], int]
+    rows_wait_ns: Callable[[], int]
     is_on: bool = False
-    gaps: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    gaps: dict[int, list[Gap]] = field(default_factory=dict[int, list[Gap]])
     hints_ns: list[int] = field(default_factory=list[int])
     described_ns: list[int] = field(default_factory=list[int])
     _left_ns: int = 0
     _left_at: int = 0
+    _left_rows_ns: int = 0
+    _has_waited: bool = False
 
     def __call__(
         self, layer: int, experts: Sequence[int], *, meanwhile: Callable[[], None], **named: Any
@@ -81,18 +109,26 @@ class Clocked:
         """Do what the store does."""
         began_ns = time.perf_counter_ns()
         if self.is_on and self._left_ns:
-            gap = (began_ns - self._left_ns, self.count() - self._left_at)
+            time_ns = began_ns - self._left_ns - (self.rows_wait_ns() - self._left_rows_ns)
+            gap = Gap(time_ns, self.count() - self._left_at, self._has_waited)
             self.gaps.setdefault(layer, []).append(gap)
+        self._has_waited = False
 
         def clocked() -> None:
             handed_ns = time.perf_counter_ns()
+            self._has_waited = True
             meanwhile()
             if self.is_on:
                 self.hints_ns.append(time.perf_counter_ns() - handed_ns)
 
         lease = self.acquire(layer, experts, meanwhile=clocked, **named)
-        self._left_at, self._left_ns = self.count(), time.perf_counter_ns()
+        self._left_at, self._left_rows_ns = self.count(), self.rows_wait_ns()
+        self._left_ns = time.perf_counter_ns()
         return lease
+
+    def begin(self) -> None:
+        """Listen from the next wait on."""
+        self.is_on, self._left_ns = True, 0
 
     def before(self, busy: Callable[[], None]) -> Callable[[], None]:
         """Return `StreamedExperts.device_busy`, clocked."""
@@ -172,6 +208,11 @@ class Bench:
             self.num_readers = engine.plan.num_readers
             self.top_k = engine.config.num_experts_per_tok
             self.num_layers = engine.config.num_hidden_layers
+            num_rows = (engine.config.ngram_size - 1) * engine.config.heads_per_ngram
+            self.ngram = NgramReads(
+                num_rows * engine.checkpoint.ngram.record.row_bytes,
+                sorted(self.layouts).index(engine.config.ple_layer),
+            )
 
     def open(self, slots: int) -> tuple[Engine, CountingDial]:
         dial = CountingDial()
@@ -193,7 +234,8 @@ class Bench:
         total, decode_ns, tokens = None, 0, 0
         with engine:
             store = engine.target.store
-            clocked = Clocked(store.acquire, lambda: dial.num_read)
+            rows = engine.target.rows
+            clocked = Clocked(store.acquire, lambda: dial.num_read, lambda: rows.statistics().exposed_wait_ns)
             if listen:
                 store.acquire = clocked
                 experts = engine.target.experts
@@ -207,7 +249,7 @@ class Bench:
                 store.wait_idle()
                 dial.turn(rate)
                 num_prefill, before = len(log.passes), store.statistics()
-                clocked.is_on = True
+                clocked.begin()
                 events = list(session.generate(prompt, GREEDY, max_tokens=self.options.tokens))
                 clocked.is_on = False
                 store.wait_idle()
@@ -251,31 +293,53 @@ class Bench:
         return Drive(rate, 0, beside // 2, beside // 4, self.num_readers)
 
 
-def record_cost(runs: Sequence[Clocked]) -> float:
-    """Return how much longer a gap is for a record read in it: least squares, every layer by itself."""
-    together = squares = 0.0
-    for one in runs:
-        for gaps in one.gaps.values():
-            time_ns, number = (statistics.fmean(values) for values in zip(*gaps, strict=True))
-            together += sum((gap - time_ns) * (num - number) for gap, num in gaps)
-            squares += sum((num - number) ** 2 for _, num in gaps)
-    return max(0.0, together / squares) if squares else 0.0
+def usual(gaps: Sequence[Gap]) -> list[Gap]:
+    """Return gaps without those of more than `OUTLIER` medians: there the machine did something else."""
+    most_ns = OUTLIER * statistics.median(gap.time_ns for gap in gaps)
+    return [gap for gap in gaps if gap.time_ns <= most_ns]
 
 
-def calibrate_compute(clocked: Clocked, record_ns: float) -> Compute:
-    """Return what computing took between waits, reading left out."""
-    own = {
-        layer: round(statistics.median(gap - record_ns * number for gap, number in gaps))
-        for layer, gaps in sorted(clocked.gaps.items())
-    }
-    hint_ns = round(statistics.median(clocked.hints_ns))
-    tell_ns = round(statistics.median(clocked.described_ns)) + hint_ns
-    return Compute(layer_ns=tuple(own.values()), hint_ns=hint_ns, record_ns=round(record_ns), tell_ns=tell_ns)
+def costs(runs: Sequence[Clocked]) -> tuple[float, float]:
+    """Return how much longer a gap is for a record read in it, and after a wait: least squares by layer."""
+    rows: list[tuple[float, float, float]] = []
+    for gaps in (usual(gaps) for one in runs for gaps in one.gaps.values()):
+        means = [statistics.fmean(values) for values in zip(*gaps, strict=True)]
+        rows += [(gap.time_ns - means[0], gap.num_read - means[1], gap.is_woken - means[2]) for gap in gaps]
+    times, regressors = np.array([row[0] for row in rows]), np.array([row[1:] for row in rows])
+    record_ns, woken_ns = np.linalg.lstsq(regressors, times, rcond=None)[0]
+    return max(0.0, float(record_ns)), max(0.0, float(woken_ns))
+
+
+def calibrate_compute(runs: Sequence[Clocked], record_ns: float, woken_ns: float) -> Compute:
+    """Return what computing took between waits, reading and waking left out."""
+    own = [
+        round(
+            statistics.fmean(
+                gap.time_ns - record_ns * gap.num_read - woken_ns * gap.is_woken
+                for one in runs
+                for gap in usual(one.gaps[layer])
+            )
+        )
+        for layer in sorted(runs[0].gaps)
+    ]
+    hint_ns = round(statistics.median(time_ns for one in runs for time_ns in one.hints_ns))
+    tell_ns = round(statistics.median(time_ns for one in runs for time_ns in one.described_ns)) + hint_ns
+    return Compute(
+        layer_ns=tuple(own),
+        hint_ns=hint_ns,
+        record_ns=round(record_ns),
+        tell_ns=tell_ns,
+        woken_ns=round(woken_ns),
+    )
 
 
 def simulate(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> Played:
     simulation = Simulation(
-        bench.layouts, machine, slots=dict.fromkeys(bench.layouts, slots), top_k=bench.top_k
+        bench.layouts,
+        machine,
+        slots=dict.fromkeys(bench.layouts, slots),
+        top_k=bench.top_k,
+        ngram=bench.ngram,
     )
     if hints == "off":
         predictors: list[Predictor | None] = [None] * len(answers)
@@ -291,28 +355,50 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def calibrate(bench: Bench) -> tuple[dict[str, SimulatedMachine], dict[str, Answers]]:
-    """Return, for each kind of hints, this machine and what routers and predictors said."""
-    options = bench.options
-    drive = bench.calibrate_drive(options.rate)
-    beside_us = (drive.overhead_ns + 2 * drive.wake_ns) / 1e3
-    print(f"simulated disk: {options.rate / 1e6:g} MB/s; a request costs {beside_us:.0f} us beside it")
-    routes: dict[str, Answers] = {}
-    listened: dict[str, Clocked] = {}
-    for hints in options.hints:
-        _, routes[hints], listened[hints] = bench.run(options.budgets[0], hints, options.rate, listen=True)
-    record_ns = record_cost([one for hints, one in listened.items() if hints != "off"])
-    print(f"a record read while computing takes {record_ns / 1e3:.0f} us from it")
-    machines: dict[str, SimulatedMachine] = {}
-    for hints, clocked in listened.items():
-        compute = calibrate_compute(clocked, record_ns)
-        machines[hints] = SimulatedMachine(f"this one, hints {hints}", drive, compute)
-        assert isinstance(compute.layer_ns, tuple)
+class Sweep:
+    """Everything that is run: calibrations and measured runs, in turns."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.routes: dict[str, Answers] = {}
+        self.listened: dict[str, list[Clocked]] = {hints: [] for hints in bench.options.hints}
+        self.measured: dict[tuple[int, str], list[Measured]] = {}
+
+    def turn(self) -> None:
+        """Listen to every kind of hints, measure every cell, listen again."""
+        options = self.bench.options
+        self._listen()
+        for slots in options.budgets:
+            for hints in options.hints:
+                run = self.bench.run(slots, hints, options.rate)[0]
+                self.measured.setdefault((slots, hints), []).append(run)
+        self._listen()
+
+    def machines(self, drive: Drive) -> dict[str, SimulatedMachine]:
+        """Return, for each kind of hints, this machine."""
+        record_ns, woken_ns = costs([run for runs in self.listened.values() for run in runs])
         print(
-            f"{hints:10} computes {sum(compute.layer_ns) / 1e6:.2f} ms a token, hands over in "
-            f"{compute.hint_ns / 1e3:.0f} us, {compute.tell_ns / 1e3:.0f} us late where nobody waited"
+            f"a record read while computing takes {record_ns / 1e3:.0f} us from it; after a wait a layer "
+            f"takes {woken_ns / 1e3:.0f} us more"
         )
-    return machines, routes
+        machines: dict[str, SimulatedMachine] = {}
+        for hints, runs in self.listened.items():
+            compute = calibrate_compute(runs, record_ns, woken_ns)
+            machines[hints] = SimulatedMachine(f"this one, hints {hints}", drive, compute)
+            assert isinstance(compute.layer_ns, tuple)
+            print(
+                f"{hints:10} computes {sum(compute.layer_ns) / 1e6:.2f} ms a token, hands over in "
+                f"{compute.hint_ns / 1e3:.0f} us, {compute.tell_ns / 1e3:.0f} us late where nobody waited"
+            )
+        return machines
+
+    def _listen(self) -> None:
+        options = self.bench.options
+        for slots in (options.budgets[0], self.bench.num_experts - 1):
+            for hints, heard in self.listened.items():
+                _, answers, clocked = self.bench.run(slots, hints, options.rate, listen=True)
+                self.routes.setdefault(hints, answers)
+                heard.append(clocked)
 
 
 def _by_cause(store: StoreStatistics, tokens: int) -> dict[str, list[float]]:
@@ -332,20 +418,24 @@ def main() -> None:
     parser.add_argument("--hints", type=lambda text: text.split(","), default=list(HINTS))
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--calibrations", type=int, default=96)
     parser.add_argument("--write-machine", type=Path, help="a file for the machine as calibrated")
     options = parser.parse_args()
     bench = Bench(options)
     _, plain, _ = bench.run(options.budgets[0], "off", None)
     bench.routes = [routes_by_position(blocks) for blocks in plain]
-    machines, routes = calibrate(bench)
+    drive = bench.calibrate_drive(options.rate)
+    beside_us = (drive.overhead_ns + 2 * drive.wake_ns) / 1e3
+    print(f"simulated disk: {options.rate / 1e6:g} MB/s; a request costs {beside_us:.0f} us beside it")
+    swept = Sweep(bench)
+    for _ in range(options.repetitions):
+        swept.turn()
+    machines = swept.machines(drive)
     if options.write_machine is not None:
         options.write_machine.write_text(write_machine(machines[options.hints[0]]))
     rows = [
-        _row(bench, routes[hints], machines[hints], slots, hints)
-        for slots in options.budgets
-        for hints in options.hints
+        _row(swept, machines[hints], slots, hints) for slots in options.budgets for hints in options.hints
     ]
     worst = max((abs(row["error"]) for row in rows if row["is_comparable"]), default=0.0)
     print(f"worst error {worst:.1%}, bar {BAR:.0%}: {'held' if worst <= BAR else 'MISSED'}")
@@ -359,9 +449,9 @@ def main() -> None:
     print(json.dumps(document))
 
 
-def _row(bench: Bench, answers: Answers, machine: SimulatedMachine, slots: int, hints: str) -> dict[str, Any]:
-    runs = [bench.run(slots, hints, bench.options.rate)[0] for _ in range(bench.options.repetitions)]
-    said = simulate(bench, answers, machine, slots, hints)
+def _row(swept: Sweep, machine: SimulatedMachine, slots: int, hints: str) -> dict[str, Any]:
+    bench, runs = swept.bench, swept.measured[slots, hints]
+    said = simulate(bench, swept.routes[hints], machine, slots, hints)
     waits = sorted(run.wait_ns for run in runs)
     waited, took = statistics.median(waits), statistics.median(run.token_ns for run in runs)
     found, tokens = runs[0].store, said.num_tokens

@@ -23,6 +23,7 @@ TOML; `FORMAT` and `VERSION` below. Every field has bounds, none is unknown, and
     pass_us = 1000           # of a pass, before its first layer: head of the last one, embedding, draft
     record_us = 0            # of every record that is read while computing: what reading takes from it
     tell_us = 0              # until hints are handed over where a layer waited for nothing
+    woken_us = 0             # of a layer after one that waited: more than after one that did not
 
 All of `[compute]` is zero where it is left out: then waits are those of a machine that computes in no time.
 """
@@ -82,6 +83,7 @@ class _Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass_us: _Time = 0.0
     record_us: _Time = 0.0
     tell_us: _Time = 0.0
+    woken_us: _Time = 0.0
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +109,7 @@ class Compute:
         record_ns: of every record that is read while computing.
         tell_ns: from the moment that a layer's experts are there until hints are handed over, where nothing
             was waited for: the host describes the next layer first, so that the device has work.
+        woken_ns: more of a layer after one that waited: a processor that slept is slow to begin.
     """
 
     layer_ns: int | tuple[int, ...] = 0
@@ -117,6 +120,7 @@ class Compute:
     pass_ns: int = 0
     record_ns: int = 0
     tell_ns: int = 0
+    woken_ns: int = 0
 
     def of_layer(self, place: int, num_rows: int) -> int:
         """Return what passes before a layer's experts are known.
@@ -224,6 +228,7 @@ def parse_machine(data: bytes, path: Path = Path("machine")) -> SimulatedMachine
             _ns(compute.pass_us),
             _ns(compute.record_us),
             _ns(compute.tell_us),
+            _ns(compute.woken_us),
         ),
         file.about,
     )
@@ -257,6 +262,7 @@ def write_machine(machine: SimulatedMachine) -> str:
         f"pass_us = {_us(compute.pass_ns)}",
         f"record_us = {_us(compute.record_ns)}",
         f"tell_us = {_us(compute.tell_ns)}",
+        f"woken_us = {_us(compute.woken_ns)}",
     ]
     return "\n".join(lines) + "\n"
 

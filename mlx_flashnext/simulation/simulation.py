@@ -5,7 +5,8 @@ what is read ahead is decided by `Hints` itself, with the predictors of a run. T
 of the model: it says what `cycle.py` and `experts.py` say, in their order, and lets time pass for computing.
 A test holds the outcome of that against a real engine on the same routes, demand by demand.
 
-What is not in it: rows of the n-gram table, and the MTP module's own layer.
+Rows of the n-gram table are in it where it is said how many bytes they are; the MTP module's own layer is
+not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,19 @@ class RoutedBlock:
     def num_rows(self) -> int:
         """Tokens in it."""
         return max((len(rows) for rows in self.routes.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class NgramReads:
+    """Rows of the n-gram table: asked for before the first layer, waited for by one of them.
+
+    Attributes:
+        num_bytes: of one token.
+        place: of the layer that adds them, among those that are streamed, from 0.
+    """
+
+    num_bytes: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +173,7 @@ class Simulation:
         top_k: experts of a row.
         policy: eviction policy.
         num_layers: of the model, those included that are not streamed; None for the last streamed one's.
+        ngram: rows of the n-gram table; None leaves them out.
 
     Raises:
         MachineForeign: the machine has times of other layers.
@@ -175,6 +190,7 @@ class Simulation:
         top_k: int = 1,
         policy: str = "lru",
         num_layers: int | None = None,
+        ngram: NgramReads | None = None,
     ) -> None:
         machine.compute.check(len(layouts), machine.name)
         self.machine = machine
@@ -194,6 +210,8 @@ class Simulation:
                 self.store.preload(layer)
         self._untold: tuple[int, Rows] | None = None
         self._tell_in_ns = 0
+        self._ngram = ngram
+        self._has_waited = False
         self._held: list[Lease] = []
         self._generation = 0
         self._hints = Hints(None, self._num_layers)
@@ -247,10 +265,15 @@ class Simulation:
         self._compute(compute.pass_ns)
         self._hand_over(hints.begin(tokens, block.position, is_prefill=block.is_prefill))
         is_revocable = not block.is_prefill and block.num_rows > 1
-        order = list(block.routes)
+        ngram, order = self._ngram, list(block.routes)
+        if ngram is not None:
+            self._simulated.read_rows(ngram.num_bytes * block.num_rows)
         for layer, after in zip(order, [*order[1:], None], strict=True):
-            rows = block.routes[layer]
-            self._compute(compute.of_layer(self._place[layer], len(rows)))
+            rows, place = block.routes[layer], self._place[layer]
+            if ngram is not None and ngram.place == place:
+                self._simulated.wait_for_rows()
+            woken_ns = compute.woken_ns if self._has_waited else 0
+            self._compute(compute.of_layer(place, len(rows)) + woken_ns)
             self._tell_untold()  # at the latest before the ids are read back, and what rides on them
             if after is not None and hints.looks_ahead(layer):
                 hints.expect(after, ())
@@ -277,10 +300,12 @@ class Simulation:
 
             lease = self.store.acquire(layer, union, owner=OWNER, row_masks=masks, meanwhile=tell)
             self._held.append(lease)
+            self._has_waited = is_told
             if not is_told:
                 self._untold, self._tell_in_ns = (layer, rows), self.machine.compute.tell_ns
             self._compute(expert_ns * len(union))
             return
+        self._has_waited = True
         half = max(1, self._slots[layer] // 2)
         groups = [union[start : start + half] for start in range(0, len(union), half)]
         request = self.store.request(layer, groups[0], owner=OWNER)

@@ -26,7 +26,7 @@ PROMPT = (3, 1, 4, 1, 5)
 DEPTH = 3
 SAMPLING = {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.1}
 NUM_ANSWERS = 400
-BOUND = 2.2  # chi2 a degree; 25 cells: beyond the 99.9th percentile of an exact rule; the control gives six to nine
+BOUND = 2.2  # chi2 a degree; 25 cells: beyond an exact rule's 99.9th percentile; the control gives 6 to 9
 
 
 @pytest.fixture(scope="module")

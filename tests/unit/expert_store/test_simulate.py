@@ -114,6 +114,40 @@ def test_what_is_due_while_the_host_holds_the_interpreter_happens_at_its_end():
             simulated.hold(-1)
 
 
+def test_rows_stand_behind_what_is_on_the_wire_and_guesses_behind_rows():
+    """As in a run: two guesses are asked for, one is on the wire, then rows of half a record come."""
+    with opened() as simulated:
+        store = simulated.store
+        store.prefetch([Prefetch(1, 5), Prefetch(1, 6)], owner=0, generation=0)
+        simulated.compute(MS // 10)  # the first has begun, 20 us after it was asked for
+        began_ns = simulated.clock()
+        simulated.read_rows(RECORD // 2)
+        simulated.wait_for_rows()
+        # The rest of the first guess, half a record, the reader's own time, and the waiter wakes.
+        assert simulated.clock() - began_ns == (MS + 20_000 - MS // 10) + MS // 2 + 30_000 + 20_000
+        assert store.statistics().exposed_wait_ns == 0  # for experts
+        # The second guess began when the rows were there, while their waiter woke.
+        store.acquire(1, [6]).release()
+        assert store.statistics().exposed_wait_ns == MS + 30_000 + 20_000
+        began_ns = simulated.clock()
+        simulated.wait_for_rows()
+        assert simulated.clock() == began_ns  # none are under way
+        simulated.read_rows(RECORD)
+        simulated.wait_for_rows()
+        assert simulated.clock() - began_ns == 20_000 + MS + 30_000 + 20_000
+
+
+def test_guesses_that_gave_way_go_on_by_themselves():
+    with opened() as simulated:
+        store = simulated.store
+        simulated.read_rows(RECORD)
+        store.prefetch([Prefetch(1, 5)], owner=0, generation=0)
+        simulated.compute(4 * MS)  # nobody waits for the rows
+        store.acquire(1, [5]).release()
+        assert store.statistics().exposed_wait_ns == 0
+        assert store.statistics().num_prefetched == 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_clock_never_goes_back_and_the_bytes_add_up(seed):
     wanted = demands(seed)
@@ -223,7 +257,7 @@ def test_a_lost_wake_up_is_said_and_does_not_hang(monkeypatch):
 
 def test_a_clock_that_would_go_back_is_seen(monkeypatch):
     """The planted fault: a drive that is ready before it began."""
-    monkeypatch.setattr(VirtualReader, "_ready_ns", lambda self, ticket: self._clock.now_ns - 1)
+    monkeypatch.setattr(VirtualReader, "_ready_ns", lambda self, *_: self._clock.now_ns - 1)
     with opened() as simulated:
         with pytest.raises(AssertionError, match="go back"):
             simulated.store.acquire(0, [1])

@@ -32,7 +32,7 @@ from mlx_flashnext.simulation.simulated_routes import (
     routes_by_position,
     scaled,
 )
-from mlx_flashnext.simulation.simulation import RecordedGuesses, RoutedBlock, Simulation
+from mlx_flashnext.simulation.simulation import NgramReads, RecordedGuesses, RoutedBlock, Simulation
 from mlx_flashnext.tokenizer import Tokenizer
 from mlx_flashnext.traces.recording import Recorder, TraceSettings
 
@@ -202,6 +202,38 @@ def test_where_nothing_was_waited_for_hints_come_when_the_host_has_described_wha
     first_ns = result.store.exposed_wait_ns  # layers 0 and 1 wait in the first block, and tell before that
     result, _ = played(LAYOUTS, blocks, 12, RecordedGuesses(), machine)
     assert result.store.exposed_wait_ns - first_ns == 5 * waited * US
+
+
+@pytest.mark.parametrize("slots", [12, 4])
+def test_a_layer_after_one_that_waited_takes_longer(slots):
+    plain, slow = (
+        SimulatedMachine("m", Drive(1e6), Compute(500 * US, woken_ns=woken * US)) for woken in (0, 70)
+    )
+    block = RoutedBlock(1, 3, {layer: [[0, 1], [2, 3], [4, 5]] for layer in range(3)})  # beyond four slots
+    blocks = [replace(block, position=at) for at in (1, 4, 7)]
+    quick_ns, slow_ns = (
+        played(LAYOUTS, blocks, slots, machine=machine)[0].wall_ns for machine in (plain, slow)
+    )
+    # The first block's demands wait, and the second block's first layer follows the last of them; where six
+    # experts do not fit, every demand waits, and nothing follows the last.
+    assert slow_ns - quick_ns == (3 if slots == 12 else 8) * 70 * US
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_rows_are_waited_for_by_the_layer_that_adds_them(place):
+    """Rows of two tokens take 5 ms; no record is read meanwhile."""
+    machine = SimulatedMachine("m", Drive(1e6), Compute(100 * US))
+    blocks = [RoutedBlock(at, 2, {layer: [[0], [1]] for layer in range(3)}) for at in (1, 3)]
+    times = []
+    for ngram in (None, NgramReads(2500, place)):
+        simulation = Simulation(LAYOUTS, machine, slots=dict.fromkeys(LAYOUTS, 12), ngram=ngram)
+        simulation.begin_answer(None)
+        simulation.play(blocks[:1])
+        times.append(simulation.play(blocks[1:]))
+        simulation.close()
+    without, found = times
+    assert found.wall_ns - without.wall_ns == (5000 - place * 100) * US
+    assert found.store.exposed_wait_ns == without.store.exposed_wait_ns == 0  # for experts
 
 
 def test_a_layer_with_a_slot_for_every_expert_is_read_before_anything_is_played():
