@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
@@ -29,6 +30,7 @@ LINE_INTERVAL_S = 2.0
 LINE_SHARE = 0.1
 STEADY_INTERVAL_S = 1.0
 PIPE_WIDTH = 160
+_UNLIMITED = 10_000
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
 # C0 and C1 controls except tab and newline.
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -166,6 +168,8 @@ class Console:
     ) -> None:
         """Write a table to stdout, as wide as the terminal; cells wrap.
 
+        Where words would be cut, each row is a paragraph instead, a line a column.
+
         Args:
             headings: of the columns.
             rows: cells as text.
@@ -183,17 +187,29 @@ class Console:
             table.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=column in right)
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
-        console = RichConsole(
-            width=width,
-            no_color=not self._out_has_colour,
-            highlight=False,
-            force_terminal=self._out_has_colour,
-            legacy_windows=False,
-        )
-        with console.capture() as capture:
-            console.print(table)
-        lines = (line.rstrip() for line in capture.get().splitlines())
-        _write(sys.stdout, "\n".join(lines) + "\n")
+
+        def drawn(columns: int, *, has_colour: bool = False) -> str:
+            console = RichConsole(
+                width=columns,
+                no_color=not has_colour,
+                highlight=False,
+                force_terminal=has_colour,
+                legacy_windows=False,
+            )
+            with console.capture() as capture:
+                console.print(table)
+            return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+        if _words(drawn(width)) == _words(drawn(_UNLIMITED)):
+            text = drawn(width, has_colour=self._out_has_colour)
+        else:
+            longest = max(map(len, headings))
+            blocks = (
+                [f"{heading:{longest}}  {cell}" for heading, cell in zip(headings, row, strict=True) if cell]
+                for row in rows
+            )
+            text = printable("\n\n".join(map("\n".join, blocks))) + "\n"
+        _write(sys.stdout, text)
 
     def line(self, text: str = "") -> None:
         """Write a line of a report to stdout."""
@@ -323,6 +339,11 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty()
     except ValueError:
         return False
+
+
+def _words(table: str) -> Counter[str]:
+    """Return the words of a drawn table, wherever its lines break between them."""
+    return Counter(word for word in table.split() if any(map(str.isalnum, word)))
 
 
 def _terminal_width() -> int:

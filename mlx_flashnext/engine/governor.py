@@ -63,6 +63,8 @@ WORTH: Final = 1.02
 """Gain in tokens a second below which another width is worth neither a change nor a try."""
 WORSE: Final = 0.1
 """Tokens of a cycle by which a moment must be worse than others for its steps to be plain, if they lose."""
+LONGEST_LULL: Final = 64
+"""Most plain steps that a stretch in which proposals fail is waited out before it is looked at again."""
 WATCHED_CYCLES: Final = 64
 LEAST_ACCEPTED: Final = 0.05
 """Mean accepted tokens over `WATCHED_CYCLES` below which a drafter is a defect, not a hard text (G22)."""
@@ -150,6 +152,7 @@ class Governor:
                 least it can tell.
         """
         cycle_ns = max(1, cycle_ns)
+        has_waited = self._survival.num_plain >= self._patience
         self._survival.learn(num_proposed, num_accepted)
         if num_proposed:
             self._since_plain += 1
@@ -172,7 +175,10 @@ class Governor:
         else:
             gained = num_tokens - (min(steps, FIRST_STEPS) if is_first else steps)
         if num_proposed and not is_first:
-            self._patience = LULL if gained > 0 else 2 * self._patience
+            if gained > 0:
+                self._patience = LULL
+            elif has_waited:
+                self._patience = min(2 * self._patience, LONGEST_LULL)
             self._num_drafting += 1
             self._drafting_steps += steps
             self._drafted_tokens += num_tokens

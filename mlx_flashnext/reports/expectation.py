@@ -104,9 +104,9 @@ def expect(
         f"found there         {hits.worse:.3f} if every expert were as likely as any other, "
         f"{hits.better:.3f} as the best published",
         f"read a token        {num_layers} layers x {top_k} experts x {_bytes(record)} "
-        f"x (1 - {hits.worse:.3f}) = {_bytes(read.worse)} at worst",
+        f"x (1 - {hits.worse:.3f}) + {_bytes(table)} of rows = {_bytes(read.worse)} at worst",
         f"                    {_better_step(num_layers, top_k, record, hits.better, rows, best_tokens, cost)}"
-        f" = {_bytes(read.better)} at best",
+        f" + {_bytes(table)} of rows = {_bytes(read.better)} at best",
     ]
     if rows > 1:
         unique, plain = top_k * rows**UNIQUE_EXPONENT, top_k * best_tokens

@@ -177,6 +177,7 @@ class Simulation:
 
     Raises:
         MachineForeign: the machine has times of other layers.
+        InvalidRequest: no layer has that place.
         StoreError: there can be no such store.
     """
 
@@ -210,6 +211,11 @@ class Simulation:
                 self.store.preload(layer)
         self._untold: tuple[int, Rows] | None = None
         self._tell_in_ns = 0
+        if ngram is not None and not (0 <= ngram.place < len(layouts) and ngram.num_bytes >= 0):
+            raise InvalidRequest(
+                f"There are no such rows: {ngram.num_bytes} bytes for layer {ngram.place} of {len(layouts)}",
+                hint="give zero bytes or more, and a place among the layers that are streamed",
+            )
         self._ngram = ngram
         self._has_waited = False
         self._held: list[Lease] = []

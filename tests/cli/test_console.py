@@ -228,3 +228,25 @@ def test_notes_break_between_words_at_a_terminal_and_nowhere_in_a_pipe(capsys, m
     monkeypatch.setattr(console, "err_is_terminal", True)
     console.note(words)
     assert capsys.readouterr().err == "every word of this\nnote is whole\n"
+
+
+@pytest.mark.parametrize("columns", [120, 40])
+@pytest.mark.parametrize("is_coloured", [False, True])
+def test_a_table_that_a_terminal_would_cut_is_told_line_by_line(capsys, monkeypatch, columns, is_coloured):
+    """Columns vanished from a terminal of 80: two kinds of hints could not be told apart."""
+    monkeypatch.setattr(console_module, "_terminal_width", lambda: columns)
+    console = Console()
+    console.out_is_terminal, console._out_has_colour = True, is_coloured
+    rows = [("laptop", "off", "118.87 tokens a second"), ("laptop", "oracle", "131.20 tokens a second")]
+    console.table(("machine", "hints", "rate without anything else"), rows, right=(1, 2))
+    out = capsys.readouterr().out
+    assert all(cell in out for row in rows for cell in row)
+    if columns == 40:
+        assert out.splitlines()[:3] == [
+            "machine                     laptop",
+            "hints                       off",
+            "rate without anything else  118.87 tokens a second",
+        ]
+        assert out.splitlines()[3] == ""
+    else:
+        assert sum("118.87" in line and "laptop" in line for line in out.splitlines()) == 1

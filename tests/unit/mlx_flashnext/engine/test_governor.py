@@ -311,3 +311,28 @@ def test_a_lull_is_no_rest_and_ends_by_itself(monkeypatch) -> None:
     monkeypatch.setattr(Governor, "_stumbles", lambda _: False)
     governor.begin_answer()
     assert lull(governor) == 0, "the control: it could have paid"
+
+
+@pytest.mark.parametrize("num_bad", [100, 300, 1000])
+@pytest.mark.parametrize("costs", [(1, 1.5, 1.55, 1.6, 1.65), (1, 1.5, 2, 2.5, 3)])
+def test_after_the_longest_hard_stretch_drafting_comes_back(num_bad, costs):
+    """Patience doubled with every cycle that lost: after 1,000 hard tokens nothing was proposed any more."""
+    governor = Governor(4)
+
+    def tell(num_tokens: int, *, is_right: bool) -> int | None:
+        """Return how many tokens went by before the first block, None if there was none."""
+        told, found = 0, None
+        while told < num_tokens:
+            width = governor.width(num_tokens - told)
+            found = told if width and found is None else found
+            accepted = width if is_right else 0
+            governor.count(width, accepted, accepted + 1, int(PLAIN_NS * costs[width]))
+            told += accepted + 1
+        return found
+
+    tell(500, is_right=True)
+    tell(num_bad, is_right=False)
+    waited = tell(8000, is_right=True)
+    assert governor.off_reason is None
+    assert waited is not None
+    assert waited <= 300  # what a purse earns of 1 % of plain steps

@@ -37,7 +37,7 @@ MACHINES = st.builds(
     SimulatedMachine,
     st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20),
     st.builds(Drive, st.none() | st.floats(1.0, 1e15), TIMES, TIMES, TIMES, st.integers(1, 256)),
-    st.builds(Compute, TIMES | st.lists(TIMES, min_size=1, max_size=4).map(tuple), *[TIMES] * 6),
+    st.builds(Compute, TIMES | st.lists(TIMES, min_size=1, max_size=4).map(tuple), *[TIMES] * 8),
     st.text(st.characters(exclude_categories=("Cs",)), max_size=50),
 )
 

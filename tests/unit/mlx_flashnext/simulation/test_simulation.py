@@ -236,6 +236,12 @@ def test_rows_are_waited_for_by_the_layer_that_adds_them(place):
     assert found.store.exposed_wait_ns == without.store.exposed_wait_ns == 0  # for experts
 
 
+@pytest.mark.parametrize("wrong", [NgramReads(10, 3), NgramReads(10, -1), NgramReads(-1, 0)])
+def test_rows_that_no_layer_waits_for_are_refused(wrong):
+    with pytest.raises(InvalidRequest, match="no such rows"):
+        Simulation(LAYOUTS, FREE, slots=dict.fromkeys(LAYOUTS, 12), ngram=wrong)
+
+
 def test_a_layer_with_a_slot_for_every_expert_is_read_before_anything_is_played():
     result, _ = played(LAYOUTS, random_blocks(1), 16)
     assert (result.store.num_misses, result.store.physical_bytes) == (0, 0)
