@@ -149,4 +149,4 @@ def _advice(name: str, hub_id: str) -> str:
         return f"did you mean {near[0]}?"
     if hub_id.count("/") == 1 and not name.startswith((".", "/", "~")):
         return f"flashnext pull {hub_id} fetches it"
-    return "give a directory, a Hub id that is in the local cache, or nothing for the demo model"
+    return "give a directory, a Hub id that is in the local cache, or demo for the demo model"

@@ -12,7 +12,7 @@ from cli.errors import OK, CommandError, UsageProblem
 from cli.model_path import ALIASES, FoundModel, chosen_model
 from cli.options import DraftOptions, MemoryOptions, ModelOptions
 from cli.parse import parse_number, parse_size
-from cli.plan_table import expectation_document, show_table, speed_range, table_document
+from cli.plan_table import GIB, expectation_document, show_table, speed_range, table_document
 from cli.settings import popularity
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _table(
     json: bool,
 ) -> int:
     """Show plans for machines that are not here."""
-    from mlx_flashnext.reports.plan_table import DRAFTERS, plan_table
+    from mlx_flashnext.reports.plan_table import DRAFTERS, MEMORY_GIB, Cell, plan_table
 
     if memory != MemoryOptions() or draft != DraftOptions():
         raise UsageProblem(
@@ -168,7 +168,11 @@ def _table(
         )
     found, checkpoints, about = _builds(services, model, target)
     rate = _rate(services, found, drive)
-    cells = list(plan_table(checkpoints, bytes_per_s=rate, resident_tokens_per_s=resident_rate))
+    cells: list[Cell] = []
+    for cell in plan_table(checkpoints, bytes_per_s=rate, resident_tokens_per_s=resident_rate):
+        console.progress("planning", MEMORY_GIB.index(cell.memory_bytes // GIB), len(MEMORY_GIB))
+        cells.append(cell)
+    console.end_progress()
     if json:
         console.document(
             {

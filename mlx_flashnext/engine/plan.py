@@ -25,6 +25,8 @@ from mlx_flashnext.engine.sizes import DraftBytes, PlanLine, Sizes
 
 MAX_READERS = 256
 DEFAULT_CONTEXT = 32_768
+IMPORTS_SPREAD = 4 * MIB
+"""By which a process may be larger than the next with the same libraries: a budget that was named must do."""
 SMALLEST_DEFAULT_CONTEXT = 2_048
 DRAFTS = ("none", "lookup", "mtp", "dflash2", "auto", "oracle")
 # Of the demo's text 91, 40 and 15 % of cycles keep a first, second and third proposal of mtp, and of those in
@@ -249,7 +251,7 @@ def _check_fit(sizes: Sizes, machine: Machine, budget: int, context: int, slots:
         )
     needed = sizes.total(context, slots)
     if needed > budget:
-        hint = f"--memory {_ceil_gib(needed)}, or see flashnext plan"
+        hint = f"--memory {_ceil_gib(needed + IMPORTS_SPREAD)}, or see flashnext plan"
         if needed > machine.total_bytes:
             most = _gib(machine.total_bytes)
             hint = f"this machine has {most}: ask for a smaller context, prefill step or model"
