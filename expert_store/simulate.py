@@ -303,7 +303,12 @@ class Simulated:
 
         Args:
             num_bytes: Of all of them; they are read at once.
+
+        Raises:
+            StoreError: It is negative.
         """
+        if num_bytes < 0:
+            raise StoreError(f"Nothing has {num_bytes} bytes", hint="give zero or more")
         self._num_rows_reading += 1
         self._reader.read_beside(num_bytes, self._rows_ended)
 

@@ -194,6 +194,11 @@ class Simulation:
         ngram: NgramReads | None = None,
     ) -> None:
         machine.compute.check(len(layouts), machine.name)
+        if ngram is not None and not (0 <= ngram.place < len(layouts) and ngram.num_bytes >= 0):
+            raise InvalidRequest(
+                f"There are no such rows: {ngram.num_bytes} bytes for layer {ngram.place} of {len(layouts)}",
+                hint="give zero bytes or more, and a place among the layers that are streamed",
+            )
         self.machine = machine
         self._slots = dict(slots)
         self._num_layers = max(layouts) + 1 if num_layers is None else num_layers
@@ -211,11 +216,6 @@ class Simulation:
                 self.store.preload(layer)
         self._untold: tuple[int, Rows] | None = None
         self._tell_in_ns = 0
-        if ngram is not None and not (0 <= ngram.place < len(layouts) and ngram.num_bytes >= 0):
-            raise InvalidRequest(
-                f"There are no such rows: {ngram.num_bytes} bytes for layer {ngram.place} of {len(layouts)}",
-                hint="give zero bytes or more, and a place among the layers that are streamed",
-            )
         self._ngram = ngram
         self._has_waited = False
         self._held: list[Lease] = []

@@ -137,8 +137,8 @@ def test_readers_run_while_the_device_is_waited_for(wait):
 
 def test_the_count_sees_a_wait_that_holds_the_interpreter():
     held = ctypes.PyDLL(None)  # calls through it keep the lock
-    # Before and after the call the other thread may have a turn or two, if this one is kept from its core.
-    assert min(turns_of_another_thread(lambda: held.usleep(100_000)) for _ in range(5)) < 3
+    # Before and after the call the other thread may have a turn, if this one is kept from its core.
+    assert min(turns_of_another_thread(lambda: held.usleep(100_000)) for _ in range(5)) <= 1
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_a_second_request_starts_with_nothing_of_the_first(tiny_dir: Path, draft
         assert again.end.statistics.draft == fresh.end.statistics.draft
 
 
-@pytest.mark.parametrize("length", range(40, 44))
+@pytest.mark.parametrize("length", range(40, 48))
 def test_after_a_prefix_hit_proposals_are_those_of_a_fresh_run(
     tiny_dir: Path, draft_dir: Path, length: int
 ) -> None:
