@@ -112,6 +112,8 @@ def test_what_is_due_while_the_host_holds_the_interpreter_happens_at_its_end():
         assert simulated.clock() - began_ns == 5 * MS + 2 * MS + 30_000 + 20_000
         with pytest.raises(StoreError, match="takes -1 ns"):
             simulated.hold(-1)
+        with pytest.raises(StoreError, match="has -1 bytes"):
+            simulated.read_rows(-1)
 
 
 def test_rows_stand_behind_what_is_on_the_wire_and_guesses_behind_rows():
