@@ -216,11 +216,15 @@ def record_tensors(manifest: Manifest, table: TensorTable) -> dict[int, tuple[Te
 
     Raises:
         CheckpointCorrupt: A layer twice; a record that is missing, elsewhere, or of another size; a file that
-            the manifest lists and the folder lacks.
+            the manifest lists and the folder lacks; a file of tensors for which it has no digest (K1).
     """
     for file in manifest.files:
         if not (table.directory / file.name).is_file():
             raise _corrupt(f"Pack lacks a file of its manifest: {file.name}", file=file.name)
+    listed = {file.name for file in manifest.files} | {layer.file for layer in manifest.layers}
+    for name in (info.path.name for info in table.files):
+        if name not in listed:
+            raise _corrupt(f"Pack has a file of tensors that its manifest does not list: {name}", file=name)
     found: dict[int, tuple[TensorInfo, ...]] = {}
     for layer in manifest.layers:
         if layer.layer < 0:

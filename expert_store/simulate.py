@@ -164,8 +164,8 @@ class VirtualReader(Reader):
 
     def hold_until(self, time_ns: int) -> None:
         """Let time pass in which no reader can do anything; what was due happens at its end, in its order."""
-        due = sorted(event for event in self._events if event[0] < time_ns)
-        self._events = [event for event in self._events if event[0] >= time_ns]
+        due = sorted(event for event in self._events if event[0] <= time_ns)
+        self._events = [event for event in self._events if event[0] > time_ns]
         self._events += [(time_ns, next(self._order), ticket) for _, _, ticket in due]
         heapq.heapify(self._events)
         self._clock.reach(time_ns)

@@ -125,11 +125,11 @@ class KeptTables:
         best = max(runs, key=self._fit, default=None)
         if best is None:
             return NOTHING_LEARNED
-        self._found, self._measured_at = best.num_drafting, best.measured_at
         age = 0.5 ** (abs(self._clock() - best.measured_at) / HALF_LIFE_S)
         costs = age * (MOST_TRUST if self._is_here(best) else ELSEWHERE_TRUST)
         if costs < ELSEWHERE_TRUST / 2:
             return NOTHING_LEARNED
+        self._found, self._measured_at = best.num_drafting, best.measured_at
         kept = Learned(
             tuple(best.costs),
             tuple(best.times),

@@ -68,7 +68,7 @@ class Learned:
 
         Args:
             costs: most observations that a cost counts as.
-            survival: most cycles that the first slot's acceptance counts as, at all times and at each moment.
+            survival: most cycles that a slot's acceptance counts as, at all times and at each moment.
         """
         reached, passed = _at_most(survival, (self.reached, self.passed))
         return Learned(
@@ -304,9 +304,10 @@ def learned(costs: CostTable, survival: SurvivalTable, purse: float, num_draftin
 
 
 def _at_most(cycles: float, counts: Counts) -> Counts:
-    """Return counts with less weight, if the first slot was reached in more cycles."""
+    """Return counts with less weight, if any slot was reached in more cycles."""
     reached, passed = counts
-    share = min(1.0, cycles / reached[0]) if reached and reached[0] > 0 else 1.0
+    most = max(reached, default=0.0)
+    share = min(1.0, cycles / most) if most > 0 else 1.0
     return tuple(share * each for each in reached), tuple(share * each for each in passed)
 
 

@@ -314,6 +314,11 @@ def _shift_a_byte(components):
     components[1]["length"] += 1
 
 
+def _withhold(manifest, name):
+    """Leave out a file, so that nothing compares it with a digest."""
+    manifest["files"] = [file for file in manifest["files"] if file["name"] != name]
+
+
 FORGERIES = {
     "another format": (lambda m: m.update(format="other"), "other"),
     "no format": (lambda m: m.pop("format"), "None"),
@@ -323,7 +328,7 @@ FORGERIES = {
     "true for a version": (lambda m: m.update(version=True), "True"),
     "layers by name": (lambda m: m.update(layers="all"), "layers"),
     "a layer twice": (lambda m: m["layers"].append(m["layers"][0]), "layer 0 twice"),
-    "a layer too few": (lambda m: m["layers"].pop(1), "layers.1.mlp.experts"),
+    "a layer too few": (lambda m: m["layers"].pop(1), "does not list: experts-001.safetensors"),
     "a layer below nought": (lambda m: m["layers"][0].update(layer=-1), "layer -1"),
     "a layer beyond": (lambda m: m["layers"][0].update(layer=9), "flashnext.layers.9.experts.0"),
     "no records": (lambda m: m["layers"][0].update(digests=[]), "no records"),
@@ -365,6 +370,11 @@ FORGERIES = {
     "rows of other components": (lambda m: m["rows"]["components"].reverse(), "hold biases, scales, weight"),
     "a component of a row that lies": (lambda m: _shift_a_byte(m["rows"]["components"]), "bytes for U32"),
     "rows of another dtype": (lambda m: m["rows"]["components"][1].update(dtype="I16"), "I16"),
+    "tensors withheld": (
+        lambda m: _withhold(m, "other-001.safetensors"),
+        "does not list: other-001.safetensors",
+    ),
+    "rows without a digest": (lambda m: _withhold(m, "rows-001.safetensors"), "does not list: rows-001"),
     "a path": (lambda m: m["files"][0].update(name="../../etc/passwd"), "etc/passwd"),
     "an absolute path": (lambda m: m["files"][0].update(name="/etc/passwd"), "/etc/passwd"),
     "a hidden file": (lambda m: m["files"][0].update(name=".."), "'..'"),

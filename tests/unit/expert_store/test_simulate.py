@@ -116,6 +116,19 @@ def test_what_is_due_while_the_host_holds_the_interpreter_happens_at_its_end():
             simulated.read_rows(-1)
 
 
+def test_what_is_due_at_the_end_of_a_hold_comes_after_what_was_held():
+    happened: list[str] = []
+    with opened(Drive(None, latency_ns=5 * MS)) as simulated:
+        reader, began_ns = simulated._reader, simulated.clock()
+        reader.read_beside(1, lambda: happened.append("held"))
+        simulated.compute(2 * MS)
+        reader.read_beside(1, lambda: happened.append("at its end"))
+        reader.hold_until(began_ns + 7 * MS)
+        assert not happened, "the control: nothing happens in it"
+        simulated.compute(0)
+    assert happened == ["held", "at its end"]
+
+
 def test_rows_stand_behind_what_is_on_the_wire_and_guesses_behind_rows():
     """As in a run: two guesses are asked for, one is on the wire, then rows of half a record come."""
     with opened() as simulated:

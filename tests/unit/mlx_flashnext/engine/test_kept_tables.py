@@ -11,7 +11,7 @@ import pytest
 
 from mlx_flashnext.engine.governor import DEBT_STEPS, OPENING_STEPS, TRUST_STEPS, TRY_SHARE, Governor
 from mlx_flashnext.engine.kept_tables import FILE_BYTES_MAX, HALF_LIFE_S, MOST_RUNS, KeptTables, TablesKey
-from mlx_flashnext.engine.learned import NOTHING_LEARNED, Learned
+from mlx_flashnext.engine.learned import NOTHING_LEARNED, SURVIVAL_TRUST, Learned
 
 PLAIN_NS = 1_000_000
 KEY = TablesKey("m" * 64, "dflash2", "d" * 64, "off", "some machine, 2 processors", 0.25)
@@ -128,6 +128,21 @@ def test_trust_ages_whichever_way_the_clock_is_wrong(path):
         assert half.times == (4.0, 4.0, 4.0)
         assert half.reached[0] == 4.0
         assert tables(path, now=NOW + sign * 40 * HALF_LIFE_S).begin() == NOTHING_LEARNED
+
+
+def test_an_entry_that_is_too_old_to_be_trusted_lends_no_date_either(path):
+    tables(path).save(PAYS)
+    late = tables(path, now=NOW + 40 * HALF_LIFE_S)
+    assert late.begin() == NOTHING_LEARNED
+    late.save(PAYS)  # as many cycles as that one, all of them measured now
+    assert json.loads(path.read_bytes())["runs"][0]["measured_at"] == NOW + 40 * HALF_LIFE_S
+
+
+def test_acceptance_counts_no_more_whichever_slot_says_so(path):
+    tables(path).save(replace(PAYS, reached=(8.0, 900.0), passed=(7.0, 900.0)))
+    kept = tables(path).begin()
+    assert max(kept.reached) == SURVIVAL_TRUST
+    assert kept.passed[0] / kept.reached[0] == pytest.approx(7 / 8)
 
 
 def test_entries_are_bounded_and_the_newest_stay(path):
