@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from drafter.api import MAX_PROPOSALS
+from drafter.documents import brief
 
 FORMAT = "flashnext-trace"
 VERSION = 1
@@ -57,7 +58,7 @@ class TraceRefused(Exception):
     """A trace cannot be used; one line that says where and why, however long what was wrong is."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= 500 else message[:497] + "...")
+        super().__init__(brief(message))
 
 
 class TraceForeign(TraceRefused):

@@ -429,6 +429,13 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(data, reason):
         read_trace(io.BytesIO(data))
 
 
+def test_a_number_of_any_length_does_not_fill_the_screen():
+    header, answer, *_ = lines_of(golden("accept-all"))
+    reason = str(refusal(generate.resealed([header, msgspec.structs.replace(answer, seed=10**400)])))
+    assert "line 2: seed is beyond 64 bits: 1000" in reason
+    assert max(map(len, reason.split())) < 160, reason
+
+
 def test_a_trace_cut_anywhere_is_refused():
     data = golden("accept-none")
     ends = [at + 1 for at, byte in enumerate(data) if byte == 10]
