@@ -348,9 +348,15 @@ def _recount(data: bytes) -> bytes:
     return bytes(told)
 
 
+class _Index(msgspec.Struct):
+    """What of an index is not for show: numbers beside it may be longer than `json` cares to read."""
+
+    weight_map: dict[str, str]
+
+
 def _tensor_table(path: Path) -> Any:
-    table, said = read_tensor_table(path.parent), path.read_bytes().decode(errors="replace")
-    missing = json.loads(said)["weight_map"].keys() - table.tensors.keys()
+    table, said = read_tensor_table(path.parent), path.read_bytes()
+    missing = msgspec.json.decode(said, type=_Index).weight_map.keys() - table.tensors.keys()
     assert not missing, f"loaded in part: {missing}"
     return table
 

@@ -18,7 +18,7 @@ from drafter.oracle import OracleDrafter
 from mlx_flashnext.engine.engine import Engine, Session
 from mlx_flashnext.engine.events import Finished, Token
 from mlx_flashnext.engine.sampler import SamplingParams
-from tests.tiny.checkpoints import build_mlx
+from tests.tiny.checkpoints import SHALLOW, build_mlx
 from tests.tiny.engines import open_tiny, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -34,6 +34,12 @@ VOCAB = 128
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_mlx(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def shallow_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For tests of where blocks and answers end, which is the cycle's business and no layer's."""
+    return build_mlx(tmp_path_factory.mktemp("shallow"), overrides=SHALLOW)
 
 
 @dataclass
@@ -107,9 +113,9 @@ def test_every_drafter_gives_the_same_tokens_and_state(tiny_dir: Path, sampling:
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-def test_every_block_width_and_accepted_length(tiny_dir: Path, width: int) -> None:
+def test_every_block_width_and_accepted_length(shallow_dir: Path, width: int) -> None:
     prompt = prompt_of(25)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=width) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=width) as engine:
         expected, before = plain(engine, prompt, GREEDY)
         recorded = [*prompt, *expected.tokens]
         for accepted in range(width + 1):
@@ -136,10 +142,10 @@ class Partial(OracleDrafter):
 
 
 @pytest.mark.parametrize("offset", range(6))
-def test_a_stop_id_ends_the_answer_at_every_offset_inside_a_block(tiny_dir: Path, offset: int) -> None:
+def test_a_stop_id_ends_the_answer_at_every_offset_inside_a_block(shallow_dir: Path, offset: int) -> None:
     """Defect 20: nothing after a stop id is shown, counted or kept."""
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=5) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=5) as engine:
         free, _ = plain(engine, prompt, SEEDED)
         place = next(at for at in range(12 + offset, NUM_TOKENS) if free.tokens[at] not in free.tokens[:at])
         stop = free.tokens[place]
@@ -176,9 +182,11 @@ class ShortFirst:
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 13))
-def test_the_budget_ends_the_answer_at_every_offset_inside_a_block(tiny_dir: Path, max_tokens: int) -> None:
+def test_the_budget_ends_the_answer_at_every_offset_inside_a_block(
+    shallow_dir: Path, max_tokens: int
+) -> None:
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=5) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=5) as engine:
         expected, before = plain(engine, prompt, GREEDY, max_tokens=max_tokens)
         recorded = [*prompt, *plain(engine, prompt, GREEDY)[0].tokens]
         session = engine.session(OracleDrafter(recorded, VOCAB), is_guarded=False)
@@ -190,11 +198,11 @@ def test_the_budget_ends_the_answer_at_every_offset_inside_a_block(tiny_dir: Pat
 
 
 @pytest.mark.parametrize("context", range(31, 42))
-def test_the_context_ends_the_answer_inside_a_block(tiny_dir: Path, context: int) -> None:
+def test_the_context_ends_the_answer_inside_a_block(shallow_dir: Path, context: int) -> None:
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=5) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=5) as engine:
         recorded = [*prompt, *plain(engine, prompt, GREEDY)[0].tokens]
-    with open_tiny(tiny_dir, slots=6, context=context, draft_tokens=5) as engine:
+    with open_tiny(shallow_dir, slots=6, context=context, draft_tokens=5) as engine:
         expected, before = plain(engine, prompt, GREEDY)
         session = engine.session(OracleDrafter(recorded, VOCAB), is_guarded=False)
         got = answer(session, prompt, GREEDY)
@@ -204,9 +212,9 @@ def test_the_context_ends_the_answer_inside_a_block(tiny_dir: Path, context: int
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_stop_string_ends_the_answer_inside_a_block(tiny_dir: Path, length: int) -> None:
+def test_a_stop_string_ends_the_answer_inside_a_block(shallow_dir: Path, length: int) -> None:
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=5) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=5) as engine:
         free, _ = plain(engine, prompt, GREEDY)
         stop = free.text[9 : 9 + length]
         expected, before = plain(engine, prompt, GREEDY, stop_strings=[stop])
@@ -256,10 +264,10 @@ class Faulty(OracleDrafter):
     ],
 )
 def test_a_drafter_that_goes_wrong_is_dropped_counted_and_named(
-    tiny_dir: Path, method: str, call: int, fault: object
+    shallow_dir: Path, method: str, call: int, fault: object
 ) -> None:
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=4) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=4) as engine:
         expected, before = plain(engine, prompt, GREEDY)
         faulty = Faulty([*prompt, *expected.tokens], method, call, fault)
         session = engine.session(faulty, is_guarded=False)
@@ -297,9 +305,9 @@ class Refusing(OracleDrafter):
 
 
 @pytest.mark.parametrize("method", ["max_proposals", "snapshot"])
-def test_whatever_a_drafter_cannot_do_costs_nothing_but_the_drafter(tiny_dir: Path, method: str) -> None:
+def test_whatever_a_drafter_cannot_do_costs_nothing_but_the_drafter(shallow_dir: Path, method: str) -> None:
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, draft_tokens=4) as engine:
+    with open_tiny(shallow_dir, slots=6, draft_tokens=4) as engine:
         expected, before = plain(engine, prompt, GREEDY)
         session = engine.session(Refusing([*prompt, *expected.tokens], method), is_guarded=False)
         got = answer(session, prompt, GREEDY)
@@ -356,10 +364,10 @@ class Watching(OracleDrafter):
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
-def test_a_drafter_sees_every_kept_row_once_and_no_other(tiny_dir: Path, error_rate: float) -> None:
+def test_a_drafter_sees_every_kept_row_once_and_no_other(shallow_dir: Path, error_rate: float) -> None:
     """C2, C3; defect 19."""
     prompt = prompt_of(30)
-    with open_tiny(tiny_dir, slots=6, step=7, draft_tokens=4) as engine:
+    with open_tiny(shallow_dir, slots=6, step=7, draft_tokens=4) as engine:
         expected, _ = plain(engine, prompt, GREEDY)
         drafter = Watching([*prompt, *expected.tokens], error_rate)
         answer(engine.session(drafter, is_guarded=False), prompt, GREEDY)
@@ -387,10 +395,10 @@ def test_the_checkpoints_own_module_gives_the_same_tokens_and_state(
 
 
 @pytest.mark.parametrize("length", range(40, 48))
-def test_the_module_goes_on_after_a_prefix_hit_as_if_it_had_seen_all(tiny_dir: Path, length: int) -> None:
+def test_the_module_goes_on_after_a_prefix_hit_as_if_it_had_seen_all(shallow_dir: Path, length: int) -> None:
     """P33, defects 12 and 16: its proposals after a reused prefix are those after a fresh run."""
     prompt = prompt_of(length)
-    with open_tiny(tiny_dir, slots=6, draft="mtp", draft_tokens=3) as engine:
+    with open_tiny(shallow_dir, slots=6, draft="mtp", draft_tokens=3) as engine:
         session = engine.session(is_guarded=False)
         first = answer(session, prompt, GREEDY, max_tokens=8)
         second = [*prompt[: length - 5], *first.tokens[3:], *prompt_of(21, seed=9)]

@@ -129,6 +129,10 @@ def tiny_text_config(overrides: Mapping[str, Any] | None = None, *, dtype: str =
     return text
 
 
+SHALLOW: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+"""Overrides: a layer of each kind, for tests that decode thousands of tokens and ask nothing of depth."""
+
+
 def tiny_config(overrides: Mapping[str, Any] | None = None, *, dtype: str = "float32") -> dict[str, Any]:
     """Return a whole `config.json` with the nesting and key names of the real checkpoint."""
     text = tiny_text_config(overrides, dtype=dtype)
