@@ -35,6 +35,7 @@ from mlx_flashnext.checkpoint.grouping import (
 from mlx_flashnext.checkpoint.matching import Match, match_tensors
 from mlx_flashnext.checkpoint.ngram_layout import ngram_layout
 from mlx_flashnext.checkpoint.quantization import Quantization
+from mlx_flashnext.checkpoint.refusals import AGAIN, AGAIN_OF_PACK
 from mlx_flashnext.checkpoint.stored import AccountLine, Checkpoint, ExpertLayout, Layout, NgramLayout
 from mlx_flashnext.checkpoint.structure import structure_problems
 from mlx_flashnext.config import ModelConfig, parse_config, read_config_file
@@ -158,6 +159,10 @@ class _Opening:
         unknown = [name for line in lines if line.category == "unknown" for name in line.names]
         self._refuse_all("Tensor not known", unknown)
 
+        if self._manifest is not None:
+            for problem in self._problems:
+                problem.hint = problem.hint.replace(AGAIN, AGAIN_OF_PACK)
+
         layout = _layout(groups)
         checkpoint = None
         if not self._problems:
@@ -248,7 +253,7 @@ class _Opening:
             self._refuse(f"{what}: {names[0]}{more}", names[0])
 
     def _refuse(self, message: str, tensor: str) -> None:
-        hint = f"flashnext show {self._directory} lists every tensor; fetch or convert the checkpoint again"
+        hint = f"flashnext show {self._directory} lists every tensor; {AGAIN}"
         self._problems.append(WeightMismatch(message, hint=hint, tensor=tensor))
 
 

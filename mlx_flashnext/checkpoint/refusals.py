@@ -12,6 +12,8 @@ from mlx_flashnext.checkpoint.expected import Size, describe
 from mlx_flashnext.errors import WeightMismatch
 
 AGAIN = "fetch or convert the checkpoint again"
+AGAIN_OF_PACK = "make the pack again with flashnext pack"
+"""What a pack's owner does instead of `AGAIN`."""
 REPACK = "the pack is damaged: make it again with flashnext pack"
 WRONG_PAIR = "config.json does not belong to these files: get both from one place"
 

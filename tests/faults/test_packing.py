@@ -390,6 +390,7 @@ def test_a_forged_manifest_is_refused_by_what_is_wrong_with_it(pack, name):
         open_checkpoint(pack)
     assert words in caught.value.message, caught.value.message
     assert caught.value.hint
+    assert "fetch" not in caught.value.hint, "nobody fetched a pack"
     assert "\n" not in caught.value.message
 
 
