@@ -12,7 +12,8 @@ beside them the source's config and tokenizer, and `manifest.json`.
 
 Invariants:
     K1  the manifest's identity is the SHA-256 of its own content, which holds a digest of every record and of
-        every other file: two packs of one identity hold the same bytes;
+        every other file: two packs of one identity hold the same records, tensors and
+        documents (the headers of the records' shards, which are compared field by field, have none);
     K2  a layer's records lie in one file, `stride` apart, so that the layout of a layer is one rule;
     K3  nothing in a pack is executed, and no number of the manifest is used before it has been compared with
         the headers of the files.
@@ -24,7 +25,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
@@ -216,15 +217,11 @@ def record_tensors(manifest: Manifest, table: TensorTable) -> dict[int, tuple[Te
 
     Raises:
         CheckpointCorrupt: A layer twice; a record that is missing, elsewhere, or of another size; a file that
-            the manifest lists and the folder lacks; a file of tensors for which it has no digest (K1).
+            the manifest lists and the folder lacks; a tensor for which it has no digest (K1).
     """
     for file in manifest.files:
         if not (table.directory / file.name).is_file():
             raise _corrupt(f"Pack lacks a file of its manifest: {file.name}", file=file.name)
-    listed = {file.name for file in manifest.files} | {layer.file for layer in manifest.layers}
-    for name in (info.path.name for info in table.files):
-        if name not in listed:
-            raise _corrupt(f"Pack has a file of tensors that its manifest does not list: {name}", file=name)
     found: dict[int, tuple[TensorInfo, ...]] = {}
     for layer in manifest.layers:
         if layer.layer < 0:
@@ -232,7 +229,25 @@ def record_tensors(manifest: Manifest, table: TensorTable) -> dict[int, tuple[Te
         if layer.layer in found:
             raise _corrupt(f"Manifest lists layer {layer.layer} twice", layer=layer.layer)
         found[layer.layer] = _tensors(layer, table)
+    _check_digests(manifest, table, {info.name for infos in found.values() for info in infos})
     return found
+
+
+def _check_digests(manifest: Manifest, table: TensorTable, records: Set[str]) -> None:
+    """Refuse a tensor whose bytes nobody compares: it is no record, and its file has no digest (K1)."""
+    listed = {file.name for file in manifest.files}
+    is_listed = [_place(table, number) in listed for number in range(len(table.files))]
+    for info in table.tensors.values():
+        if not is_listed[info.file] and info.name not in records:
+            raise _corrupt(
+                f"Manifest has no digest for {shown(info.name)} of {_place(table, info.file)}",
+                tensor=info.name,
+            )
+
+
+def _place(table: TensorTable, file: int) -> str:
+    """Return where a file lies in its pack: a namesake in a folder of it is another file."""
+    return table.files[file].path.relative_to(table.directory).as_posix()
 
 
 def row_tensors(rows: PackRows, table: TensorTable) -> tuple[TensorInfo, ...]:
@@ -288,11 +303,11 @@ def _tensors(layer: PackLayer, table: TensorTable) -> tuple[TensorInfo, ...]:
             raise _corrupt(f"Pack lacks a record: {name}", tensor=name)
         expected = infos[0].offset + expert * layer.stride if infos else info.offset
         if (info.dtype, info.shape, info.offset) != ("U8", (layer.stride,), expected) or (
-            table.files[info.file].path.name != layer.file
+            _place(table, info.file) != layer.file
         ):
             raise _corrupt(
                 f"Record is not where the manifest puts it: {name} is {info.dtype} {list(info.shape)} at "
-                f"{info.offset} of {table.files[info.file].path.name}",
+                f"{info.offset} of {_place(table, info.file)}",
                 tensor=name,
             )
         infos.append(info)

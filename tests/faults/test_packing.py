@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import random
 import shutil
@@ -9,8 +10,10 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from expert_store import pack_writer, staging
@@ -23,8 +26,10 @@ from expert_store.errors import (
     TargetRefused,
     WriteFailed,
 )
+from expert_store.pack import read_manifest, record_name, record_tensors
+from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
 from expert_store.source import ByteSource, FileSource
-from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.checkpoint import inspect_checkpoint, open_checkpoint
 from mlx_flashnext.errors import ModelError
 from mlx_flashnext.packing import pack_checkpoint, verify_pack
 from tests.tiny.checkpoints import build_mlx
@@ -328,11 +333,17 @@ FORGERIES = {
     "true for a version": (lambda m: m.update(version=True), "True"),
     "layers by name": (lambda m: m.update(layers="all"), "layers"),
     "a layer twice": (lambda m: m["layers"].append(m["layers"][0]), "layer 0 twice"),
-    "a layer too few": (lambda m: m["layers"].pop(1), "does not list: experts-001.safetensors"),
+    "a layer too few": (
+        lambda m: m["layers"].pop(1),
+        "no digest for 'flashnext.layers.1.experts.0' of experts-001.safetensors",
+    ),
     "a layer below nought": (lambda m: m["layers"][0].update(layer=-1), "layer -1"),
     "a layer beyond": (lambda m: m["layers"][0].update(layer=9), "flashnext.layers.9.experts.0"),
     "no records": (lambda m: m["layers"][0].update(digests=[]), "no records"),
-    "a record too few": (lambda m: m["layers"][0]["digests"].pop(), "number of records is 15"),
+    "a record too few": (
+        lambda m: m["layers"][0]["digests"].pop(),
+        "no digest for 'flashnext.layers.0.experts.15'",
+    ),
     "a record too many": (lambda m: m["layers"][0]["digests"].append("0" * 32), "experts.16"),
     "a digest that is none": (lambda m: m["layers"][0]["digests"].__setitem__(0, "z" * 32), "zzz"),
     "a short digest": (lambda m: m["layers"][0]["digests"].__setitem__(0, "00"), "'00'"),
@@ -372,9 +383,12 @@ FORGERIES = {
     "rows of another dtype": (lambda m: m["rows"]["components"][1].update(dtype="I16"), "I16"),
     "tensors withheld": (
         lambda m: _withhold(m, "other-001.safetensors"),
-        "does not list: other-001.safetensors",
+        "of other-001.safetensors",
     ),
-    "rows without a digest": (lambda m: _withhold(m, "rows-001.safetensors"), "does not list: rows-001"),
+    "rows without a digest": (
+        lambda m: _withhold(m, "rows-001.safetensors"),
+        "no digest for 'flashnext.rows.parts.",
+    ),
     "a path": (lambda m: m["files"][0].update(name="../../etc/passwd"), "etc/passwd"),
     "an absolute path": (lambda m: m["files"][0].update(name="/etc/passwd"), "/etc/passwd"),
     "a hidden file": (lambda m: m["files"][0].update(name=".."), "'..'"),
@@ -392,6 +406,40 @@ def test_a_forged_manifest_is_refused_by_what_is_wrong_with_it(pack, name):
     assert caught.value.hint
     assert "fetch" not in caught.value.hint, "nobody fetched a pack"
     assert "\n" not in caught.value.message
+
+
+def test_a_pack_of_fewer_experts_than_its_config_has_is_refused(pack):
+    config = json.loads((pack / "config.json").read_text())
+    config["text_config"]["num_experts"] = 17
+    (pack / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(pack)
+    problems = [problem.message for problem in inspect_checkpoint(pack).problems]
+    assert caught.value.message == problems[0]
+    assert any("number of records is 16" in problem for problem in problems), problems
+
+
+def test_a_namesake_in_a_folder_of_the_pack_is_not_the_file_that_has_the_digest(pack):
+    name = "other-001.safetensors"
+    (pack / "sub").mkdir()
+    shutil.copy(pack / name, pack / "sub" / name)
+    index = json.loads((pack / INDEX_NAME).read_text())
+    index["weight_map"] = {
+        tensor: f"sub/{file}" if file == name else file for tensor, file in index["weight_map"].items()
+    }
+    (pack / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointCorrupt, match=f"no digest for .* of sub/{name}"):
+        open_checkpoint(pack)
+
+
+def test_a_tensor_among_the_records_that_is_none_has_no_digest(pack):
+    manifest, table = read_manifest(pack), read_tensor_table(pack)
+    record = table.tensors[record_name(0, 0)]
+    assert record_tensors(manifest, table)[0][0] == record, "the control"
+    norm = msgspec.structs.replace(record, name="model.norm.weight")
+    stray = replace(table, tensors={**table.tensors, norm.name: norm})
+    with pytest.raises(CheckpointCorrupt, match=r"no digest for 'model\.norm\.weight' of experts-000"):
+        record_tensors(manifest, stray)
 
 
 def test_a_forged_name_is_refused_before_the_file_is_looked_at(pack, tmp_path):
