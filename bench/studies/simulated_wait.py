@@ -18,8 +18,8 @@ simulated from cold in the same order. Without hints, hits must be the same to t
 wait within 10 %.
 
 Where the drive hardly ever rests, as under an oracle with three quarters of the slots, a token takes what the
-drive takes and its wait is what computing leaves of that: computing that takes 5 ms longer in one run than
-in the next, as it does here, is 5 ms less of 19. So repetitions are many.
+drive takes and its wait is what computing leaves of that: at the default rate 19 ms of 48, less by every
+millisecond that computing takes longer, 25 to 39 ms from run to run here. So repetitions are many.
 
 The last line of stdout is one JSON document.
 """

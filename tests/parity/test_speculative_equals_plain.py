@@ -217,8 +217,10 @@ def test_a_stop_string_ends_the_answer_inside_a_block(shallow_dir: Path, length:
     with open_tiny(shallow_dir, slots=6, draft_tokens=5) as engine:
         free, _ = plain(engine, prompt, GREEDY)
         stop = free.text[9 : 9 + length]
+        assert len(set(free.tokens)) > NUM_TOKENS // 4, "the control: no loop, in which every end looks alike"
         expected, before = plain(engine, prompt, GREEDY, stop_strings=[stop])
         assert stop not in expected.text
+        assert len(expected.tokens) % 6, "the control: it does not end where a block of six does"
         session = engine.session(OracleDrafter([*prompt, *free.tokens], VOCAB), is_guarded=False)
         got = answer(session, prompt, GREEDY, stop_strings=[stop])
         assert (got.tokens, got.text, got.end.reason) == (expected.tokens, expected.text, "stop")

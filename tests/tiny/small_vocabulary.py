@@ -16,18 +16,16 @@ from drafter.api import DraftSampling, Proposal
 from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.sampler import SamplingParams
 from mlx_flashnext.engine.streams import draw_draft
-from tests.tiny.checkpoints import SHALLOW, build_hf
+from tests.tiny.checkpoints import build_hf
 from tests.tiny.stepping import advance
 
 VOCAB = 12
 END = VOCAB - 1
 
 
-def build_small_vocabulary(directory: Path, *, seed: int = 2, is_shallow: bool = False) -> Path:
+def build_small_vocabulary(directory: Path, *, seed: int = 2) -> Path:
     """Write a float32 checkpoint with the letters a to k and one end token, and return its directory."""
     overrides = {"vocab_size": VOCAB, "bos_token_id": END, "eos_token_id": END}
-    if is_shallow:
-        overrides |= SHALLOW
     build_hf(directory, seed=seed, overrides=overrides, tokenizer=False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     end = {"id": END, "content": "<end>", "special": True}

@@ -1,10 +1,9 @@
 """One engine, one process: load, answer, time, count. Run by `python -m bench.studies.peers`, as a script.
 
 Reads one JSON wish a line from stdin and writes one JSON line for every thing that is done. The first wish
-says what to load; `prompt` begins an answer and yields its first token; `more` decodes so many others; `end`
-has it leave what the next process is to find. An answer is decoded in pieces so that whoever runs several
-engines can let them take turns, and can change the drive under them. Bytes are the kernel's count of what
-the process had read from the drive.
+says what to load; `prompt` begins an answer and yields its first token; `more` decodes so many others. An
+answer is decoded in pieces so that whoever runs several engines can let them take turns, and can change the
+drive under them. Bytes are the kernel's count of what the process had read from the drive.
 """
 
 import json
@@ -74,14 +73,10 @@ def main() -> None:
     running: Iterator[int] = iter(())
     for line in sys.stdin:
         wish = json.loads(line)
-        if "more" not in wish:
+        if "prompt" in wish:
             close = getattr(running, "close", None)
             if close is not None:
                 close()
-        if "end" in wish:
-            engine.close()
-            tell(event="ended")
-        elif "prompt" in wish:
             running, said = begin(engine, wish["prompt"])
             tell(event="prompt read", **said)
         else:

@@ -23,10 +23,6 @@ class Engine(Protocol):
         """Return what it says of itself."""
         ...
 
-    def close(self) -> None:
-        """End, and leave the next process what it is to find."""
-        ...
-
     def counts(self) -> dict[str, int]:
         """Return passes of the target so far, the tokens they gave, and bytes of experts fetched.
 
@@ -35,14 +31,7 @@ class Engine(Protocol):
         ...
 
 
-class _Forgets:
-    """An engine that keeps nothing for the next process."""
-
-    def close(self) -> None:
-        """Leave nothing."""
-
-
-class _OneByOne(_Forgets):
+class _OneByOne:
     """Counts of an engine whose every pass gives a token and whose fetches nobody counts."""
 
     passes = 0
@@ -56,10 +45,7 @@ class FlashNext:
     """This project."""
 
     def __init__(self, model: Path, budget_bytes: int | None, options: dict[str, Any]) -> None:
-        """Open with a resident target, or with so many experts of every layer in memory.
-
-        `warm_directory` is where processes leave what they used most.
-        """
+        """Open with a resident target, or with so many experts of every layer in memory."""
         from mlx_flashnext.engine.engine import Engine as Opened
         from mlx_flashnext.engine.laps import Laps
         from mlx_flashnext.engine.plan import PlanRequest
@@ -76,9 +62,8 @@ class FlashNext:
         self._passes = Passes()
         every = None if budget_bytes else options.pop("experts")
         options.pop("experts", None)
-        left = options.pop("warm_directory", None)
         request = PlanRequest(budget_bytes, context_tokens=256, slots_per_layer=every, **options)
-        self._engine = Opened.open(model, request, warm_directory=left and Path(left))
+        self._engine = Opened.open(model, request)
 
     def answer(self, prompt: Sequence[int]) -> Iterator[int]:
         """Answer in a new session."""
@@ -91,7 +76,7 @@ class FlashNext:
                 yield event.token_id
 
     def close(self) -> None:
-        """Free everything; what was used most is left in the warm directory."""
+        """Free everything."""
         self._engine.close()
 
     def facts(self) -> dict[str, Any]:
@@ -101,7 +86,6 @@ class FlashNext:
         return {
             "planned_bytes": plan.total_bytes,
             "slots_per_layer": plan.slots_per_layer,
-            "records_warmed": self._engine.warm.num_hints,
             "hit_rate": hits / max(1, sum(layer.num_demands for layer in store.layers)),
         }
 
@@ -111,7 +95,7 @@ class FlashNext:
         return {"passes": self._passes.passes, "pass_tokens": self._passes.kept, "fetched_bytes": fetched}
 
 
-class MlxVlm(_Forgets):
+class MlxVlm:
     """mlx-vlm: every expert in memory, or its `moe_offload` directory with a cache of experts.
 
     With a drafter its own rounds decode (`mlx_vlm.speculative.mtp`), in blocks of the anchor and a proposal.

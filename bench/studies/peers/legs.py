@@ -15,7 +15,6 @@ SLOW_BYTES_PER_S: Final = 10_000_000
 """At which flashnext's reading takes about as long as its computing, with two fifths of `large`."""
 FIRST_PROMPT, FIRST_TOKENS = 48, 3
 NEXT_PROMPT, NEXT_TOKENS = 16, 17
-NUM_EARLIER: Final = 8
 TURN_TOKENS: Final = 4
 """Decoded by one contender before the next has its turn: in a second or so the machine keeps its pace."""
 
@@ -53,15 +52,12 @@ class Leg:
         bytes_per_s: of the drive while `next` is decoded; None: as fast as it is.
         contenders: who runs.
         expert_share: of every layer's experts, that each holds; None: as many as the cap allows.
-        num_earlier: answers of an earlier process of ours, to other prompts, which leaves the next what it
-            used most, as a run of the command line does. The peers keep nothing from run to run.
     """
 
     share: float | None
     bytes_per_s: int | None
     contenders: tuple[Contender, ...]
     expert_share: float | None = None
-    num_earlier: int = 0
 
     def cap_bytes(self, checkpoint_bytes: int) -> int | None:
         """Return what a process may have resident, its page cache included."""
@@ -69,7 +65,7 @@ class Leg:
 
     def process_of(self, name: str) -> tuple[str, str]:
         """Return what names a contender's process: legs that differ by the drive alone share it."""
-        return name, f"{self.share} {self.expert_share} {self.num_earlier}"
+        return name, f"{self.share} {self.expert_share}"
 
 
 _OURS = Contender("flashnext", "flashnext", "mlx")
@@ -81,8 +77,6 @@ LEGS: Final = {
     "resident": Leg(None, None, (_OURS, Contender("mlx-vlm", "mlx-vlm", "mlx"))),
     "half": Leg(0.5, None, (_PACKED, _PEER)),
     "two fifths": Leg(0.4, None, (_PACKED, _PEER)),
-    "half, next run": Leg(0.5, None, (_PACKED, _PEER), num_earlier=NUM_EARLIER),
-    "two fifths, next run": Leg(0.4, None, (_PACKED, _PEER), num_earlier=NUM_EARLIER),
     "slow drive": Leg(0.4, SLOW_BYTES_PER_S, (_PACKED, _PEER)),
     "reference": Leg(
         None,
@@ -106,7 +100,7 @@ LEGS: Final = {
         expert_share=0.5,
     ),
 }
-"""The first six are run on `large`, `reference` and `mtp` on `small`."""
+"""The first four are run on `large`, `reference` and `mtp` on `small`."""
 FORMS: Final = {
     "mlx": "mlx", "pack": "pack", "off": "off", "hf": "hf", "gguf": "bf16.gguf", "mtp": "mtp",
     "drafter": "drafter",

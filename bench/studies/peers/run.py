@@ -11,10 +11,8 @@ be taken in pieces.
 import contextlib
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -80,11 +78,6 @@ class Talker:
             return self._say({"more": num_tokens}, "decoded")
         finally:
             self._box.set_rate(None)
-
-    def end(self) -> None:
-        """Have it leave what the next process is to find, and end."""
-        self._say({"end": True}, "ended")
-        self.close()
 
     def peak_bytes(self) -> int:
         """Return the most that was charged to its box."""
@@ -162,16 +155,7 @@ def run_rounds(
             key = leg.process_of(one.name)
             if key not in talkers:
                 budget = budget_of(leg, one, total, overhead_bytes, expert_bytes)
-                beside = {}
-                if leg.num_earlier and one.is_ours:
-                    left = open_talkers.enter_context(tempfile.TemporaryDirectory())
-                    beside = {"warm_directory": left}
-                opened = partial(
-                    open_talker, leg, one, work / size, text, total, budget, pythons[one.engine], beside
-                )
-                if beside:
-                    answer_earlier(opened(), text["vocab_size"], leg.num_earlier)
-                talkers[key] = opened()
+                talkers[key] = open_talker(leg, one, work / size, text, total, budget, pythons[one.engine])
                 open_talkers.callback(talkers[key].close)
                 warm = prompt_ids(text["vocab_size"], FIRST_PROMPT, "first")
                 talkers[key].start |= {"first": answers({key: talkers[key]}, warm, FIRST_TOKENS, {})[key]}
@@ -216,15 +200,6 @@ def apart(asked: Sequence[tuple[str, Contender]]) -> list[list[tuple[str, Conten
     return groups
 
 
-def answer_earlier(talker: Talker, vocab_size: int, count: int) -> None:
-    """Answer prompts that no later process is asked, and leave what was used most."""
-    for number in range(count):
-        prompt = prompt_ids(vocab_size, NEXT_PROMPT, f"earlier {number}")
-        answers({("earlier", ""): talker}, prompt, NEXT_TOKENS, {})
-    talker.end()
-    drop_caches()
-
-
 def answers(
     talkers: Mapping[Key, Talker], prompt: Sequence[int], num_tokens: int, rates: Mapping[Key, int | None]
 ) -> dict[Key, Run]:
@@ -246,23 +221,16 @@ def answers(
 
 
 def open_talker(
-    leg: Leg,
-    one: Contender,
-    stem: Path,
-    text: Run,
-    total: int,
-    budget_bytes: int | None,
-    python: str,
-    more: Mapping[str, Any],
+    leg: Leg, one: Contender, stem: Path, text: Run, total: int, budget_bytes: int | None, python: str
 ) -> Talker:
-    """Load a contender in its box; `stem` is the path that its forms begin with, `more` are other options."""
+    """Load a contender in its box; `stem` is the path that its forms begin with."""
     experts = text["num_experts"] if leg.expert_share is None else int(leg.expert_share * text["num_experts"])
     beside = {} if one.drafter is None else {"drafter": f"{stem}-{FORMS[one.drafter]}"}
     wish = {
         "engine": one.engine,
         "model": f"{stem}-{FORMS[one.form]}",
         "budget_bytes": budget_bytes,
-        "options": {**one.options, **beside, **more, "experts": experts},
+        "options": {**one.options, **beside, "experts": experts},
     }
     return Talker(python, wish, leg.cap_bytes(total))
 

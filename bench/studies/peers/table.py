@@ -15,13 +15,10 @@ Run = dict[str, Any]
 
 OURS: Final = "flashnext"
 PEERS: Final = {"resident": "mlx-vlm", "half": "mlx-vlm moe_offload", "two fifths": "mlx-vlm moe_offload",
-                "half, next run": "mlx-vlm moe_offload", "two fifths, next run": "mlx-vlm moe_offload",
                 "slow drive": "mlx-vlm moe_offload", "mtp": "mlx-vlm moe_offload"}  # fmt: skip
 BARS: Final = (
     ("resident", "decode", 1.1), ("half", "decode", 1.4), ("two fifths", "decode", 1.4),
     ("half", "prefill", 1.2), ("two fifths", "prefill", 1.2), ("slow drive", "decode", 2.0),
-    ("half, next run", "decode", 1.4), ("two fifths, next run", "decode", 1.4),
-    ("half, next run", "prefill", 1.2), ("two fifths, next run", "prefill", 1.2),
 )  # fmt: skip
 """Leg, figure, and how many times the peer's it is to be."""
 OF_RESIDENT: Final = 0.95
@@ -192,7 +189,7 @@ def _bars(runs: Sequence[Run]) -> list[tuple[str, str, str, str]]:
         if found is not None:
             met = "met" if found[0] >= least else "**missed**"
             rows.append((f"{leg}: {figure} over {PEERS[leg]}", f">= {least}", _ratio(found), met))
-    for leg in ("half", "two fifths", "half, next run", "two fifths, next run"):
+    for leg in ("half", "two fifths"):
         ours = of(runs, leg, OURS)
         found = ratio(ours, of(runs, "resident", OURS), "decode")
         if found is not None:

@@ -92,14 +92,6 @@ def test_prompts_are_the_same_for_all_and_others_in_every_round():
     assert min(prompt_ids(500, 400, "x")) >= 8
 
 
-def talk(wishes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    told = subprocess.run(
-        [sys.executable, answer.__file__], input="\n".join(map(json.dumps, wishes)) + "\n", text=True,
-        capture_output=True, check=True,
-    ).stdout  # fmt: skip
-    return [json.loads(line) for line in told.splitlines()]
-
-
 def test_the_process_answers_as_the_engine_does(tmp_path: Path):
     model = build("tiny", "mlx", tmp_path / "tiny-mlx")
     prompt = prompt_ids(512, 12, "test")
@@ -107,7 +99,11 @@ def test_the_process_answers_as_the_engine_does(tmp_path: Path):
         {"engine": "flashnext", "model": str(model), "budget_bytes": None, "options": {"experts": 16}},
         {"prompt": prompt}, {"more": 3}, {"more": 1}, {"prompt": prompt[:7]}, {"more": 2},
     ]  # fmt: skip
-    events = talk(wishes)
+    told = subprocess.run(
+        [sys.executable, answer.__file__], input="\n".join(map(json.dumps, wishes)) + "\n", text=True,
+        capture_output=True, check=True,
+    ).stdout  # fmt: skip
+    events = [json.loads(line) for line in told.splitlines()]
     said = [event["event"].split()[0] for event in events]
     assert said == ["loaded", "prompt", "decoded", "decoded", "prompt", "decoded"]
     with Engine.open(model, PlanRequest(context_tokens=256, slots_per_layer=16)) as engine:
@@ -118,22 +114,6 @@ def test_the_process_answers_as_the_engine_does(tmp_path: Path):
         assert second == greedy(engine, prompt[:7], 3)
     assert events[0]["load_bytes"] >= 0
     assert [len(one["steps"]) for one in events if "steps" in one] == [3, 1, 2]
-
-
-def test_a_next_run_begins_with_what_the_earlier_one_used_most(tmp_path: Path):
-    model, prompt = build("tiny", "mlx", tmp_path / "tiny-mlx"), prompt_ids(512, 6, "test")
-    left = tmp_path / "left"
-    left.mkdir()
-    wish = {
-        "engine": "flashnext", "model": str(model), "budget_bytes": None,
-        "options": {"experts": 12, "warm_directory": str(left)},
-    }  # fmt: skip
-    asked = [wish, {"prompt": prompt}, {"more": 3}]
-    *_, decoded, ended = talk([*asked, {"end": True}])
-    assert ended == {"event": "ended"}
-    assert decoded["facts"]["records_warmed"] == 0, "the control: nobody came before"
-    assert len(list(left.iterdir())) == 1
-    assert talk(asked)[-1]["facts"]["records_warmed"] > 0
 
 
 class _Talker:
