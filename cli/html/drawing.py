@@ -162,9 +162,9 @@ def line_swatch(place: int, *, is_joined: bool = True) -> Html:
 
 
 def series_style(place: int) -> tuple[str, str | None, str]:
-    """Return class, dash and mark of a series: colour and mark go round at six, the dash changes then."""
+    """Return class, dash and mark of a series: after six again, but dashed, and hollow every second time."""
     rounds, turn = divmod(place, len(SHAPES))
-    return f"s{turn}", DASHES[rounds % len(DASHES)], SHAPES[turn]
+    return f"s{turn} open" if rounds % 2 else f"s{turn}", DASHES[rounds % len(DASHES)], SHAPES[turn]
 
 
 def legend(entries: Sequence[tuple[Html, str]]) -> Html:

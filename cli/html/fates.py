@@ -24,6 +24,7 @@ FATES: Final = (
     ("failed", "failed", "could not be read"),
     ("unused", "still unused", "waiting in its slot at the end"),
 )
+_SERVED: Final = ("in_time", "joined")
 _UNREAD: Final = ("cancelled", "dropped")
 _CLASSES: Final = ("exact", "near", "speculative")
 _LEFT_OUT: Final = "classes without tickets are left out"
@@ -89,7 +90,7 @@ def _sentences(known: Sequence[Variant]) -> list[str]:
 
     def useful(one: Variant) -> float:
         read = sum(predicted(one.node, key) for key, _, _ in FATES if key != "unread")
-        return sum(predicted(one.node, key) for key in ("in_time", "joined")) / read if read else 0.0
+        return sum(predicted(one.node, key) for key in _SERVED) / read if read else 0.0
 
     best = max(guessing, key=useful)
     found.append(f"Of the guesses that were read, most served with {best.name}: {100 * useful(best):.0f}%.")
@@ -145,15 +146,22 @@ def _picture(known: Sequence[Variant]) -> Html:
         y += _GROUP
         for one in rows:
             numbers = [(key, name, predicted(one.node, key)) for key, name, _ in FATES]
-            told = ", ".join(f"{number:,.0f} {name}" for _, name, number in numbers if number)
-            picture.text(0, y + 12, f"hints {one.hints}: {told or 'no guesses'}", kind="label")
+            guessed = sum(number for _, _, number in numbers)
+            served = sum(number for key, _, number in numbers if key in _SERVED)
+            # Short enough for a telephone: what became of the others is in the bar and in the table.
+            told = (
+                f"{served:,.0f} of {several(int(guessed), 'guess', 'guesses')} served"
+                if guessed
+                else "no guesses"
+            )
+            picture.text(0, y + 12, f"hints {one.hints}: {told}", kind="label")
             start = 0.0
             for key, name, number in numbers:
                 if number:
                     end = start + number / across[-1]
                     picture.bar(f"fate-{key}", start, end, y + 18, _BAR, f"{one.name}: {number:,.0f} {name}")
                     start = end
-            y += _ROW if told else _GROUP
+            y += _ROW if guessed else _GROUP
         y += 6
     for value in across:
         picture.line("grid", value / across[-1], 4, value / across[-1], y)

@@ -10,6 +10,9 @@ def _fills() -> str:
     fates = [(f"fate-{name}", f"fate-{name.replace('_', '-')}") for name in FATES["light"]]
     series = [(f"s{place}", f"s{place}") for place in range(len(SERIES["light"]))]
     rules = [f".{kind}{{fill:var(--{name});stroke:var(--{name})}}" for kind, name in steps + fates + series]
+    rules += [
+        f".dot.open.{kind}{{fill:var(--page);stroke:var(--{name});stroke-width:2}}" for kind, name in series
+    ]
     return "\n".join(rules)
 
 
@@ -90,6 +93,8 @@ footer{{padding-bottom:60px;color:var(--soft);font-size:.88rem;margin-top:40px}}
   body{{font-size:15px}} main,header,footer{{padding:0 14px}}
   header{{padding-top:22px}} h1{{font-size:1.5rem}}
   .plot.ended{{padding-right:14px}} .plot .end{{display:none}} .plot.waterfall{{padding-left:82px}}
+  caption{{max-width:calc(100vw - 30px)}}
+  tbody th span{{display:block;white-space:normal;width:max-content;max-width:13em}}
   dl.facts{{grid-template-columns:1fr}} dl.facts dd{{margin-bottom:6px}}
 }}
 @media print{{

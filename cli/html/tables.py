@@ -36,8 +36,7 @@ def table(
             for text, words in zip(headings, is_text, strict=True)
         ),
     )
-    body = [tag("tr", tag("th", row[0].html if isinstance(row[0], Cell) else row[0], scope="row"),
-                *(_cell(value, bars=bars) for value in row[1:])) for row in rows]  # fmt: skip
+    body = [tag("tr", _name(row[0]), *(_cell(value, bars=bars) for value in row[1:])) for row in rows]
     inner = tag(
         "table",
         tag("caption", caption),
@@ -52,6 +51,11 @@ def table(
 def folded(summary: str, *inner: str) -> Html:
     """Return what is long and seldom read, folded away on a screen and open on paper."""
     return tag("details", tag("summary", summary), *inner)
+
+
+def _name(value: Value) -> Html:
+    # In a block of its own: a narrow page breaks long names in it, which the width of a cell could not ask.
+    return tag("th", tag("span", value.html if isinstance(value, Cell) else value), scope="row")
 
 
 def _cell(value: Value, *, bars: float | None) -> Html:

@@ -12,6 +12,7 @@ from itertools import combinations
 import pytest
 
 from cli.html import palette
+from cli.html.drawing import series_style
 from cli.html.style import STYLE
 
 SCHEMES = ("light", "dark")
@@ -109,3 +110,13 @@ def test_every_colour_is_declared_for_both_kinds_of_page_and_used():
     assert [name for name in names if f"var({name})" not in STYLE] == []
     assert STYLE.count(dark) == 1
     assert STYLE.count(light) == 2, "for screens, and for paper whatever the screen is"
+
+
+def test_marks_without_lines_are_told_apart_up_to_twelve():
+    """There are ten sources of hints, and a scatter of them has no dashes."""
+    looks = [(kind, shape) for kind, _, shape in map(series_style, range(12))]
+    assert len(set(looks)) == len(looks)
+    for kind, _ in looks:
+        filled, _, rest = kind.partition(" ")
+        rule = STYLE.split(f"{{fill:var(--page);stroke:var(--{filled})")[0].rsplit("\n", 1)[-1]
+        assert not rest or rule == f".dot.{rest}.{filled}"

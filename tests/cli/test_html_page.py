@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +220,48 @@ def test_the_tables_of_drafters_and_predictors_say_what_each_row_was(runs):
             one["physical_bytes"],
             one["token_ns"],
         )
+
+
+def test_an_oracle_is_not_called_the_fastest_drafter(runs):
+    document = copy.deepcopy(runs["draft"][0])
+    own, oracle = (
+        next(one for one in document["variants"] if one["draft"] == name) for name in ("dflash2", "oracle")
+    )
+    own["tokens_per_s"], oracle["tokens_per_s"] = 1e3, 1e6
+    page = render_page(document)
+    assert "fastest: dflash2" in page
+    assert "Fastest: dflash2" in page
+    assert "oracle 3 is no drafter" in page
+    document["variants"] = [oracle]
+    assert "fastest: oracle 3" in render_page(document)
+
+
+def test_the_bar_of_a_cycle_that_proposes_is_told_with_the_tokens_of_such_cycles(runs):
+    document = copy.deepcopy(runs["draft"][0])
+    own = next(one for one in document["variants"] if one["draft"] == "dflash2")
+    # 100 cycles: 75 say one token without a proposal, 25 propose and say four each.
+    for tokens, share, words in (
+        (1.75, 0.25, "4.00 tokens, in 25% of cycles"),
+        (1.75, 1.0, "1.75 tokens"),
+    ):
+        own["tokens_per_cycle"], own["proposing_share"] = tokens, share
+        told = dict(text.text.split(" ms for ") for text in read(render_page(document)).all("text")
+                    if " ms for " in text.text)  # fmt: skip
+        assert [after for before, after in told.items() if before.startswith("dflash2")] == [words]
+
+
+def test_bars_of_guesses_say_how_many_served_in_few_words(runs):
+    document, page = runs["ssd-wait"]
+    shown = [text.text for text in read(page).all("text")]
+    told = [text for text in shown if re.match("hints .*(served|no guesses)$", text)]
+    assert len(told) == len(document["variants"])
+    for one, text in zip(document["variants"], told, strict=True):
+        classes = one["books"]["classes"]
+        fates = [classes[kind]["fates"] for kind in ("near", "speculative")]
+        served = sum(fate[name]["num"] for fate in fates for name in ("in_time", "joined"))
+        guessed = sum(kind["num"] for fate in fates for kind in fate.values()) + one["books"]["unused"]["num"]
+        words = f"{served} of {guessed} guesses served" if guessed else "no guesses"
+        assert text == f"hints {one['variant']['hints']}: {words}".replace("of 1 guesses", "of 1 guess")
 
 
 def test_what_is_known_of_the_anchor_before_the_draft_is_told_and_of_no_other_row(runs):
