@@ -190,9 +190,10 @@ def _rows(
     licence = listing.licence or c.draft.licence
     yield _Row("G23", "draft.licence", c.draft.licence, licence, "warn")
 
-    yield _Row("G19", "target.name", c.target.name, target.name, "warn")
-    yield _Row("G19", "target.revision", c.target.revision, target.revision, "warn")
-    yield _Row("G19", "target.digest", c.target.digest, target.digest, "warn")
+    if c.target.digest != target.digest:  # what lies in another folder, or in a pack, is the same build
+        yield _Row("G19", "target.name", c.target.name, target.name, "warn")
+        yield _Row("G19", "target.revision", c.target.revision, target.revision, "warn")
+        yield _Row("G19", "target.digest", c.target.digest, target.digest, "warn")
     yield _Row("G19", "target.quantisation", c.target.quantisation, target.quantisation, "warn")
     yield _Row("G03", "target.num_layers", c.target.num_layers, target.num_layers)
     yield _Row("G02", "target.hidden_size", c.target.hidden_size, target.hidden_size)

@@ -38,8 +38,8 @@ from expert_store.safetensors_header import corrupt, parse_json
 from expert_store.safetensors_index import TensorTable
 
 FORMAT = "flashnext-pack"
-VERSION = 2
-"""2 added rows; packs of version 1, whose tables lie among the other tensors, are read as before."""
+VERSION = 3
+"""2 added rows, 3 the build. Earlier packs are read; tables of version 1 lie among the other tensors."""
 MANIFEST_NAME: Final = "manifest.json"
 ALIGNMENT: Final = 16384
 """Page size of Apple Silicon: a read of a record touches no page of its neighbours."""
@@ -47,6 +47,7 @@ ALIGNMENT: Final = 16384
 _REPACK: Final = "the pack is damaged: make it again with flashnext pack"
 _MAX_COMPONENTS: Final = 64
 _DIGEST: Final = re.compile("[0-9a-f]{32}")
+_BUILD: Final = re.compile("[0-9a-f]{64}")
 _FILE_NAME: Final = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,255}")
 
 
@@ -128,6 +129,7 @@ class Manifest(msgspec.Struct, frozen=True):
         files: All other files, in name order.
         identity: SHA-256 of everything else here (K1).
         rows: The n-gram table if its rows have several components; unset also in version 1.
+        build: `build_digest` of the source, by which drafts and captures know it; unset before version 3.
     """
 
     format: str
@@ -137,6 +139,12 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[PackFile, ...]
     identity: str = ""
     rows: PackRows | msgspec.UnsetType = msgspec.UNSET  # and so in no identity of version 1
+    build: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def build_of_source(self) -> str | None:
+        """Return the build it says it was made of, if it does."""
+        return None if isinstance(self.build, msgspec.UnsetType) else self.build
 
     def computed_identity(self) -> str:
         """Return the identity that the content gives."""
@@ -204,6 +212,8 @@ def read_manifest(directory: Path) -> Manifest:
             raise _corrupt(
                 f"Manifest lists a file that is not a plain name: {shown(file.name)}", file=file.name
             )
+    if manifest.build_of_source is not None and not _BUILD.fullmatch(manifest.build_of_source):
+        raise _corrupt(f"Manifest names no build: {shown(manifest.build_of_source)}")
     if manifest.computed_identity() != manifest.identity:
         raise _corrupt(
             f"Manifest was altered: its content gives {manifest.computed_identity()[:16]}, "

@@ -82,6 +82,7 @@ class PackWriter:
         self,
         source: ByteSource,
         source_digest: str,
+        build: str,
         layers: Sequence[LayerToPack],
         others: Sequence[TensorInfo],
         documents: Mapping[str, bytes],
@@ -93,6 +94,7 @@ class PackWriter:
         Args:
             source: The source's data files.
             source_digest: Identity of the source.
+            build: Digest by which drafts and captures know the source.
             layers: Layers with routed experts, in order.
             others: All other tensors.
             documents: Small files that a checkpoint has beside its tensors, by name.
@@ -101,6 +103,7 @@ class PackWriter:
         """
         self._source = source
         self._source_digest = source_digest
+        self._build = build
         self._layers = tuple(layers)
         self._rows = rows
         self._progress = progress
@@ -134,7 +137,7 @@ class PackWriter:
                 two runs must not be mixed.
         """
         sizes = [(shard.name, shard.size) for shard in self._shards]
-        what = (FORMAT, VERSION, self._source_digest, self._documents_digest)
+        what = (FORMAT, VERSION, self._source_digest, self._build, self._documents_digest)
         text = msgspec.json.encode((what, sizes, tuple(stamps)))
         return xxh3_128(text).hexdigest()
 
@@ -160,7 +163,9 @@ class PackWriter:
         files = [PackFile(shard.name, shard.size, digests[shard.name][0]) for shard in rest]
         files.sort(key=lambda file: file.name)
         table = msgspec.UNSET if self._rows is None else _manifest_rows(self._rows)
-        manifest = Manifest(FORMAT, VERSION, self._source_digest, layers, tuple(files), rows=table).sealed()
+        manifest = Manifest(
+            FORMAT, VERSION, self._source_digest, layers, tuple(files), rows=table, build=self._build
+        ).sealed()
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
         staged.write(MANIFEST_NAME, len(text), partial(_fill_document, text))
         return manifest

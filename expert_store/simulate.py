@@ -9,7 +9,7 @@ The drive, as `testing.ThrottledSource` imitates it and as two figures describe 
 
     begin   when a reader takes a ticket: `wake_ns` after it was told, if it slept; at once, if it was busy
     free    = max(free, begin) + bytes / bytes_per_s      bandwidth is shared, first come first served
-    ready   = max(begin + reads x latency_ns, free) + overhead_ns
+    ready   = free + reads x latency_ns + overhead_ns         in a latency the drive serves other readers
 
 and whoever waits goes on `wake_ns` after the last record was ready.
 
@@ -50,7 +50,7 @@ class Drive:
 
     Attributes:
         bytes_per_s: Of all readers together; None does not limit.
-        latency_ns: Of every read of a record, one after the other; readers overlap in it.
+        latency_ns: Of every read of a record beside its bytes' time, one after the other; readers overlap.
         overhead_ns: What a reader adds to every record, beside the drive.
         wake_ns: Until a sleeping reader begins, and until whoever waited goes on.
         num_readers: Reads on the wire at once.
@@ -195,11 +195,11 @@ class VirtualReader(Reader):
     def _ready_ns(self, begin_ns: int, num_bytes: int, num_reads: int) -> int:
         """Return when a read will be done, and take the drive for it."""
         drive = self.drive
-        ready_ns = begin_ns + num_reads * drive.latency_ns
+        over_ns = begin_ns
         if drive.bytes_per_s is not None:
-            self._free_ns = max(self._free_ns, begin_ns) + round(num_bytes / drive.bytes_per_s * _S)
-            ready_ns = max(ready_ns, self._free_ns)
-        return ready_ns + drive.overhead_ns
+            over_ns = max(self._free_ns, begin_ns) + round(num_bytes / drive.bytes_per_s * _S)
+            self._free_ns = over_ns
+        return over_ns + num_reads * drive.latency_ns + drive.overhead_ns
 
 
 class CountedBytes(ByteSource):

@@ -137,7 +137,7 @@ class ThrottledSource(_Wrapper):
 
         Args:
             inner: What is read from.
-            latency_s: Added to every read; reads overlap in it.
+            latency_s: Added to every read, beside its bytes' time; readers overlap in it.
             bytes_per_s: Of all readers together; None does not limit.
             sleep: How to wait, for tests without waiting.
             clock: Seconds.
@@ -181,13 +181,11 @@ class ThrottledSource(_Wrapper):
         The turn is taken before the bytes are fetched: taken afterwards, it would go to whoever fetched
         faster, and a guess could overtake an exact read that was there first.
         """
-        now_s = self._clock()
-        ready_s = now_s + num_reads * self._latency_s
+        over_s = self._clock()
         if self._bytes_per_s is not None:
             with self._lock:
-                self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
-                ready_s = max(ready_s, self._free_at_s)
-        return ready_s
+                over_s = self._free_at_s = max(self._free_at_s, over_s) + num_bytes / self._bytes_per_s
+        return over_s + num_reads * self._latency_s
 
     def _wait_until(self, ready_s: float) -> None:
         left_s = ready_s - self._clock()

@@ -29,6 +29,8 @@ from expert_store.source import ByteSource, FileSource, read_failed
 from expert_store.staging import StagedDirectory
 from expert_store.verified import VerifiedSource
 from mlx_flashnext.checkpoint import Checkpoint, Component, ExpertLayout, NgramLayout, open_checkpoint
+from mlx_flashnext.checkpoint.build import build_digest
+from mlx_flashnext.config import read_config_file
 from mlx_flashnext.documents import MAX_DOCUMENT_BYTES, small_documents
 from mlx_flashnext.errors import ModelError, UnsupportedCheckpoint
 
@@ -52,6 +54,8 @@ class Packed:
         num_records: Experts of all layers.
         num_bytes: Its size, but for the manifest.
         reads_before: Reads that one expert of the source takes, at most; one of the pack takes one.
+        left: Folders in the source's, by name: a draft, a near map. They are no part of a pack, and fit it as
+            they fit the source.
     """
 
     directory: Path
@@ -59,6 +63,7 @@ class Packed:
     num_records: int
     num_bytes: int
     reads_before: int
+    left: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ def pack_checkpoint(
         writer = PackWriter(
             wrap_source(files),
             checkpoint.digest,
+            build_digest(read_config_file(directory), checkpoint.table, files),
             [_layer(layout) for layout in checkpoint.expert_layouts(mtp=True).values()],
             _other_tensors(checkpoint),
             small_documents(directory, without=(INDEX_NAME, MANIFEST_NAME)),
@@ -119,7 +125,8 @@ def pack_checkpoint(
             staged.publish()
     num_records = sum(layer.num_experts for layer in manifest.layers)
     reads = max(len(layout.record.reads(0)) for layout in checkpoint.experts.values())
-    return Packed(target, manifest.identity, num_records, writer.total_bytes, reads)
+    left = tuple(sorted(path.name for path in directory.iterdir() if path.is_dir()))
+    return Packed(target, manifest.identity, num_records, writer.total_bytes, reads, left)
 
 
 def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:

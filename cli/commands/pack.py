@@ -1,5 +1,6 @@
 """`flashnext pack` and `flashnext verify`: one aligned record an expert, each with its digest."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,8 +39,9 @@ def pack(
     """Rewrite a checkpoint so that every expert is one read, with a digest that each read is compared with.
 
     A row of a quantised n-gram table becomes one read as well. Not needed to run a model. OUT holds all of it
-    and takes as much space again; the original may then be deleted. A run that was cut short goes on where it
-    stopped; OUT appears only once it is whole.
+    and takes as much space again; the original may then be deleted. Folders in it, such as a draft or a near
+    map, are not copied but named at the end: they fit the pack as they fit the original. A run that was cut
+    short goes on where it stopped; OUT appears only once it is whole.
     """
     services: Services = context.obj
     found = find_model(model)
@@ -61,12 +63,13 @@ def pack(
                 "bytes": packed.num_bytes,
                 "reads_per_record": {"before": packed.reads_before, "now": 1},
                 "gain": gain.to_dict(),
+                "left": list(packed.left),
                 "golden": golden_document(check, why_not(problem)),
             }
         )
         return OK
     reads = counted(packed.reads_before, "read")
-    facts = (
+    facts = [
         (
             "packed",
             f"{counted(packed.num_records, 'record')}, {size(packed.num_bytes)}, in {packed.directory}",
@@ -75,7 +78,12 @@ def pack(
         ("an expert", f"one read; {reads} from {found.label}"),
         ("gain", _gain(gain)),
         ("next", f"flashnext run --model {packed.directory}"),
-    )
+    ]
+    if packed.left:
+        folders = shlex.join(str(found.directory / name) for name in packed.left)
+        facts.insert(
+            -1, ("left", f"{', '.join(packed.left)}: cp -R {folders} {shlex.quote(str(packed.directory))}")
+        )
     for name, fact in facts:
         console.line(f"{name:<9}  {fact}")
     for line in golden_lines(check, why_not(problem)):

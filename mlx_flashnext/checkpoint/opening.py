@@ -183,6 +183,7 @@ class _Opening:
                 skipped=tuple(info.name for info in (*groups.vision, *groups.unused)),
                 accounts=lines,
                 records=_record_digests(groups) if self._manifest else None,
+                build=self._manifest.build_of_source if self._manifest else None,
             )
         return Inspection(
             self._directory,

@@ -163,6 +163,8 @@ class Checkpoint:
         skipped: Stored names this runtime has no use for: vision, rotary tables.
         accounts: See `account`.
         records: What the records of a pack must be; None for every other layout.
+        build: Digest of the build that a pack was made of, whose tensors it holds: what was made with one is
+            made with the other. None for every other layout, and for packs that do not say.
     """
 
     directory: Path
@@ -178,6 +180,7 @@ class Checkpoint:
     skipped: tuple[str, ...]
     accounts: tuple[AccountLine, ...]
     records: RecordDigests | None = None
+    build: str | None = None
 
     def expert_layouts(self, *, mtp: bool) -> dict[int, ExpertLayout]:
         """Return the routed experts by layer, those of the MTP layer among them if asked for and there."""

@@ -3,13 +3,10 @@
 Entry point: `open_draft`. The gate (`drafter/compat.py`) opens nothing itself and `drafter` knows no files:
 this is where the two meet. Headers, links and file identity are held to the rules of the expert store: a file
 that was replaced after it was listed stops the load.
-
-Source: dflash2.md 7 (cheap digests).
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +21,11 @@ from drafter.loading import FLOATING, canonical_name
 from expert_store.errors import CheckpointCorrupt, CheckpointNotFound, SourceFailed
 from expert_store.safetensors_index import TensorTable, read_tensor_table
 from expert_store.source import FileSource
+from mlx_flashnext.checkpoint.build import build_digest, fill
 from mlx_flashnext.regular_file import NO_PLAIN_FILE, read_regular
 
 CONFIG = "config.json"
 CARD = "README.md"
-EDGE_BYTES = 64 << 10
 _LICENCE = re.compile(r"^license(?:_name)?:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 
 
@@ -92,7 +89,7 @@ class DraftFiles:
         """
         info = self._tensors[name]
         data = bytearray(info.length)
-        _fill(self._source, info.file, info.offset, memoryview(data))
+        fill(self._source, info.file, info.offset, memoryview(data))
         if info.dtype == "BF16":
             return mx.array(np.frombuffer(data, np.uint16).reshape(info.shape)).view(FLOATING[info.dtype])
         kind = np.float16 if info.dtype == "F16" else np.float32
@@ -127,34 +124,6 @@ def _document(path: Path) -> bytes | None:
             errno=error.errno,
             file=path.name,
         ) from error
-
-
-def build_digest(config: bytes, table: TensorTable, source: FileSource) -> str:
-    """Return the digest that tells builds apart without reading them whole.
-
-    Returns:
-        SHA-256 of the config, of names, sizes and headers, and of both ends of every file.
-    """
-    digest = hashlib.sha256(config)
-    digest.update(table.digest.encode())
-    for number, info in enumerate(table.files):
-        length = min(EDGE_BYTES, info.size)
-        for offset in (0, info.size - length):
-            edge = bytearray(length)
-            _fill(source, number, offset, memoryview(edge))
-            digest.update(edge)
-    return digest.hexdigest()
-
-
-def _fill(source: FileSource, file: int, offset: int, view: memoryview) -> None:
-    got = source.read_into(file, offset, [view])
-    if got != len(view):
-        raise CheckpointCorrupt(
-            f"File is cut short: {source.name(file)} wanted {len(view)} bytes at {offset}, got {got}",
-            hint="fetch this file again",
-            file=source.name(file),
-            offset=offset,
-        )
 
 
 def _licence(card: Path) -> str | None:

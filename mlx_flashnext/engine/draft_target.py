@@ -21,9 +21,9 @@ from drafter.api import HeadView
 from drafter.facts import TargetFacts
 from expert_store.source import FileSource
 from mlx_flashnext.checkpoint import Checkpoint
+from mlx_flashnext.checkpoint.build import build_digest
 from mlx_flashnext.config import read_config_file
 from mlx_flashnext.engine.conditions import quantisation_of
-from mlx_flashnext.engine.draft_files import build_digest
 from mlx_flashnext.model.flashnext import FlashNext
 from mlx_flashnext.model.host import HostSync, to_host
 from mlx_flashnext.regular_file import read_regular
@@ -92,8 +92,10 @@ def target_facts(
         OSError: the tokenizer's file could not be read.
     """
     config = checkpoint.config
-    with FileSource(checkpoint.table.files) as source:
-        digest = build_digest(read_config_file(checkpoint.directory), checkpoint.table, source)
+    digest = checkpoint.build
+    if digest is None:
+        with FileSource(checkpoint.table.files) as source:
+            digest = build_digest(read_config_file(checkpoint.directory), checkpoint.table, source)
     return TargetFacts(
         name=name,
         revision=_revision(checkpoint),

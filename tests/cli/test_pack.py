@@ -1,6 +1,9 @@
 """`flashnext pack` and `flashnext verify`: what they print, where, and with which exit code."""
 
 import json
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,21 @@ def test_documents_for_programs(source, tmp_path):
     assert made["reads_per_record"] == {"before": 9, "now": 1}
     checked = json.loads(flashnext("verify", tmp_path / "pack", "--json").stdout)
     assert (checked["identity"], checked["num_records"], checked["damaged"]) == (made["identity"], 80, [])
+
+
+def test_folders_that_are_not_copied_are_named(source, tmp_path):
+    model = tmp_path / "a model"
+    shutil.copytree(source, model)
+    (model / "near").mkdir()
+    (model / "draft").mkdir()
+    made = flashnext("pack", model, tmp_path / "pack", "--no-golden")
+    line = next(line for line in made.stdout.splitlines() if line.startswith("left "))
+    names, command = line.removeprefix("left").strip().split(": ")
+    assert (names, made.exit_code) == ("draft, near", 0)
+    subprocess.run(shlex.split(command), check=True)
+    assert {path.name for path in (tmp_path / "pack").iterdir() if path.is_dir()} == {"draft", "near"}
+    again = json.loads(flashnext("pack", source, tmp_path / "other", "--no-golden", "--json").stdout)
+    assert again["left"] == []
 
 
 def test_damage_is_listed_with_exit_code_5(source, tmp_path):

@@ -26,7 +26,7 @@ from expert_store.errors import (
     TargetRefused,
     WriteFailed,
 )
-from expert_store.pack import read_manifest, record_name, record_tensors
+from expert_store.pack import VERSION, read_manifest, record_name, record_tensors
 from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext.checkpoint import inspect_checkpoint, open_checkpoint
@@ -327,7 +327,10 @@ def _withhold(manifest, name):
 FORGERIES = {
     "another format": (lambda m: m.update(format="other"), "other"),
     "no format": (lambda m: m.pop("format"), "None"),
-    "a later version": (lambda m: m.update(version=3), "version 3"),
+    "a later version": (lambda m: m.update(version=VERSION + 1), f"version {VERSION + 1}"),
+    "a build that is none": (lambda m: m.update(build="the one of Tuesday"), "the one of Tuesday"),
+    "a build of a megabyte": (lambda m: m.update(build="a" * (1 << 20)), "aaa"),
+    "a number for a build": (lambda m: m.update(build=64), "build"),
     "version nought": (lambda m: m.update(version=0), "0"),
     "version by name": (lambda m: m.update(version="1"), "'1'"),
     "true for a version": (lambda m: m.update(version=True), "True"),

@@ -18,13 +18,15 @@ from expert_store.pack import ALIGNMENT, read_manifest
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext import packing
 from mlx_flashnext.checkpoint import open_checkpoint
+from mlx_flashnext.engine.engine import Engine
 from mlx_flashnext.engine.plan import PlanRequest
 from mlx_flashnext.packing import pack_checkpoint
 from tests.parity.test_streamed_equals_resident import run
 from tests.tiny.checkpoints import build_hf, build_mlx
 from tests.tiny.engines import greedy, open_tiny, prompt_of
 from tests.tiny.fp8 import build_fp8
-from tests.tiny.packs import flip
+from tests.tiny.own_drafts import write_draft
+from tests.tiny.packs import edit_manifest, flip
 
 SIX_BITS = {"bits": 6, "group_size": 32, "mode": "affine"}
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
@@ -127,25 +129,48 @@ def test_rows_are_put_together_alike_whatever_fits_into_memory(tmp_path: Path, m
         assert mx.array_equal(one, other)
 
 
-def test_packs_of_the_first_version_still_open(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_packs_of_earlier_versions_still_open(tmp_path: Path, monkeypatch, version: int) -> None:
     source = build_mlx(tmp_path / "model")
     tokens = prompt_of(30)
     with open_tiny(source, slots=5) as engine:
         expected, _ = run(engine.target.model, tokens, 11, engine.target.experts)
-    with monkeypatch.context() as patched:  # what the first version wrote: the table among the others
-        patched.setattr(packing, "_rows", lambda _: None)
-        patched.setattr(pack_writer, "VERSION", 1)
+    with monkeypatch.context() as patched:
+        if version == 1:  # what it wrote: the table among the others
+            patched.setattr(packing, "_rows", lambda _: None)
+        patched.setattr(pack_writer, "VERSION", version)
         pack = packing.pack_checkpoint(source, tmp_path / "pack").directory
+    edit_manifest(pack, lambda document: document.pop("build"))
     document = msgspec.json.decode((pack / "manifest.json").read_bytes())
-    assert (document["version"], "rows" in document) == (1, False)
+    assert (document["version"], "rows" in document) == (version, version == 2)
     identity = document["identity"]
-    first = {**document, "identity": ""}  # its identity as the first version computed it
+    first = {**document, "identity": ""}  # its identity as that version computed it
     assert hashlib.sha256(msgspec.json.encode(first)).hexdigest() == identity
     assert read_manifest(pack).identity == identity
     with open_tiny(pack, slots=5) as engine:
-        assert engine.checkpoint.ngram.record.reads_per_row == 3
+        assert engine.checkpoint.build is None
+        assert engine.checkpoint.ngram.record.reads_per_row == (3 if version == 1 else 1)
         got, _ = run(engine.target.model, tokens, 11, engine.target.experts)
     assert mx.array_equal(got, expected)
+
+
+def test_what_was_made_for_a_checkpoint_is_at_home_with_its_pack(tmp_path: Path) -> None:
+    """A draft, and through the digest that it is held against a calibration and a capture set."""
+    source = build_mlx(tmp_path / "model")
+    draft = write_draft(tmp_path / "draft", source)
+    pack = pack_checkpoint(source, tmp_path / "pack").directory
+    of_another = build_mlx(tmp_path / "another", seed=9)
+    notices = {}
+    for target in (source, pack, of_another):
+        request = PlanRequest(context_tokens=64, draft="dflash2", draft_directory=draft)
+        with Engine.open(target, request) as engine:
+            notices[target] = [notice for notice in engine.notices if notice.startswith("G")]
+    assert notices[pack] == notices[source]
+    assert not any(notice.startswith("G19: contract says target") for notice in notices[source])
+    assert any(notice.startswith("G19: contract says target.digest") for notice in notices[of_another])
+    edit_manifest(pack, lambda document: document.pop("build"))
+    with Engine.open(pack, request) as engine:
+        assert any(notice.startswith("G19: contract says target.digest") for notice in engine.notices)
 
 
 def test_stock_tools_list_and_read_the_shards(tmp_path: Path) -> None:

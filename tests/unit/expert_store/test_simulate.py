@@ -15,6 +15,7 @@ from expert_store.testing import DictMemory, MemorySource, StepReader
 RECORD, LAYERS, EXPERTS = 1000, 3, 12
 MS = 1_000_000
 SLOW = Drive(1e6, latency_ns=50_000, overhead_ns=30_000, wake_ns=20_000, num_readers=2)
+BESIDE = 50_000 + 30_000  # of every record, beside its bytes' time
 
 
 def opened(drive=SLOW, slots=6, **named):
@@ -65,13 +66,28 @@ def play(simulated, wanted, *, seed=None, computing_ns=200_000):
 def test_a_request_takes_what_the_arithmetic_says():
     with opened() as simulated:
         simulated.store.acquire(0, [1, 2, 3])
-        # Two readers wake, 20 us; the drive gives a record a millisecond, so the third is there after three;
-        # its reader adds 30 us, and whoever waits wakes 20 us later.
-        assert simulated.store.statistics().exposed_wait_ns == 20_000 + 3 * MS + 30_000 + 20_000
+        # Two readers wake, 20 us; the drive gives a record a millisecond, so the third is over after three;
+        # its latency is 50 us, its reader adds 30, and whoever waits wakes 20 us later.
+        assert simulated.store.statistics().exposed_wait_ns == 20_000 + 3 * MS + BESIDE + 20_000
     with opened(Drive(1e9, latency_ns=MS, num_readers=2), reads_per_record=4) as simulated:
         simulated.store.acquire(0, [1, 2, 3])
         # Latencies are what matters: four of one record after the other, two records at a time.
-        assert simulated.store.statistics().exposed_wait_ns == 8 * MS
+        assert simulated.store.statistics().exposed_wait_ns == 8 * MS + 2_000  # and two records' bytes
+
+
+def test_rates_by_depth_are_those_that_the_two_figures_were_taken_from():
+    """A published drive: 17.3 GB/s with eight reads on the wire, 9.46 with one, of records of 2.76 MB."""
+    record, experts = 2_764_800, 200
+    latency_ns = round((record / 9.46e9 - record / 17.3e9) * 1e9)
+    for readers, published in ((1, 9.46e9), (8, 17.3e9)):
+        layouts = plain_layouts({0: experts}, record)
+        drive = Drive(
+            17.3e9, latency_ns=round((record / 9.46e9 - record / 17.3e9) * 1e9), num_readers=readers
+        )
+        with Simulated.open(layouts, drive, slots={0: experts}) as simulated:
+            simulated.store.acquire(0, list(range(experts))).release()
+            rate = record * experts / (simulated.store.statistics().exposed_wait_ns / 1e9)
+        assert rate == pytest.approx(published, rel=0.005)
 
 
 def test_what_is_read_while_computing_is_not_waited_for():
@@ -109,7 +125,7 @@ def test_what_is_due_while_the_host_holds_the_interpreter_happens_at_its_end():
         began_ns = simulated.clock()
         simulated.hold(5 * MS)  # the readers could not even wake
         request.wait().release()
-        assert simulated.clock() - began_ns == 5 * MS + 2 * MS + 30_000 + 20_000
+        assert simulated.clock() - began_ns == 5 * MS + 2 * MS + BESIDE + 20_000
         with pytest.raises(StoreError, match="takes -1 ns"):
             simulated.hold(-1)
         with pytest.raises(StoreError, match="has -1 bytes"):
@@ -139,17 +155,17 @@ def test_rows_stand_behind_what_is_on_the_wire_and_guesses_behind_rows():
         simulated.read_rows(RECORD // 2)
         simulated.wait_for_rows()
         # The rest of the first guess, half a record, the reader's own time, and the waiter wakes.
-        assert simulated.clock() - began_ns == (MS + 20_000 - MS // 10) + MS // 2 + 30_000 + 20_000
+        assert simulated.clock() - began_ns == (MS + 20_000 - MS // 10) + MS // 2 + BESIDE + 20_000
         assert store.statistics().exposed_wait_ns == 0  # for experts
         # The second guess began when the rows were there, while their waiter woke.
         store.acquire(1, [6]).release()
-        assert store.statistics().exposed_wait_ns == MS + 30_000 + 20_000
+        assert store.statistics().exposed_wait_ns == MS + BESIDE + 20_000
         began_ns = simulated.clock()
         simulated.wait_for_rows()
         assert simulated.clock() == began_ns  # none are under way
         simulated.read_rows(RECORD)
         simulated.wait_for_rows()
-        assert simulated.clock() - began_ns == 20_000 + MS + 30_000 + 20_000
+        assert simulated.clock() - began_ns == 20_000 + MS + BESIDE + 20_000
 
 
 def test_guesses_that_gave_way_go_on_by_themselves():
@@ -261,7 +277,7 @@ def test_a_wait_may_be_given_up():
             request.wait(0.0005)
         assert simulated.clock() - began_ns == 500_000
         request.wait().release()
-        assert simulated.clock() - began_ns == 20_000 + MS + 30_000 + 20_000
+        assert simulated.clock() - began_ns == 20_000 + MS + BESIDE + 20_000
 
 
 def test_a_lost_wake_up_is_said_and_does_not_hang(monkeypatch):

@@ -190,7 +190,7 @@ def test_a_throttled_source_shares_its_bandwidth_and_overlaps_its_latency():
     read(source, 0, 1)
     clock.advance(100_000_000_000)
     read(source, 0, 1)
-    assert slept == [2.0, 4.0, 4.1, 0.5]
+    assert slept == [2.5, 4.5, 4.6, 0.6]
 
 
 def test_a_counting_source_counts_what_was_delivered():
