@@ -81,9 +81,7 @@ def test_rates_by_depth_are_those_that_the_two_figures_were_taken_from():
     latency_ns = round((record / 9.46e9 - record / 17.3e9) * 1e9)
     for readers, published in ((1, 9.46e9), (8, 17.3e9)):
         layouts = plain_layouts({0: experts}, record)
-        drive = Drive(
-            17.3e9, latency_ns=round((record / 9.46e9 - record / 17.3e9) * 1e9), num_readers=readers
-        )
+        drive = Drive(17.3e9, latency_ns=latency_ns, num_readers=readers)
         with Simulated.open(layouts, drive, slots={0: experts}) as simulated:
             simulated.store.acquire(0, list(range(experts))).release()
             rate = record * experts / (simulated.store.statistics().exposed_wait_ns / 1e9)
