@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cli.answer import plan_request
 from cli.bench_options import DiskOptions
-from cli.console import Console
+from cli.console import OPENING, Console
 from cli.engine_factory import Services
 from cli.errors import UsageProblem
 from cli.model_path import FoundModel
@@ -123,6 +123,7 @@ def _row(
         disk=disk.label,
         prompt_set=SALTED_SET,
     )
+    console.progress(case.name, 0, len(salts) + 1)
     return run_case(
         lambda: engine.session(hints=engine.new_hints(hints)),
         engine.tokenizer,
@@ -149,6 +150,7 @@ def open_measured(
     def progress(stage: str, done: int, total: int) -> None:
         console.progress(f"loading {stage}", done, total, is_bytes=total > 1 << 20)
 
+    console.progress(OPENING, 0, 0)
     engine = services.open_measured(found.directory, request, progress, throttled(disk))
     console.end_progress()
     return engine

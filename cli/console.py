@@ -6,11 +6,13 @@ movement. On a terminal, control characters of a model's text or of a file's nam
 of being obeyed.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,8 @@ LINE_INTERVAL_S = 2.0
 LINE_SHARE = 0.1
 STEADY_INTERVAL_S = 1.0
 PIPE_WIDTH = 160
+OPENING = "opening the model"
+"""What goes on until something can be counted."""
 _UNLIMITED = 10_000
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
 # C0 and C1 controls except tab and newline.
@@ -106,6 +110,9 @@ class Console:
         self._may_progress = progress and not quiet and wants_progress(is_terminal=self.err_is_terminal)
         self._progress_since: float | None = None
         self._progress_drawn = 0.0
+        self._progress_text = ""
+        self._progress_lock = threading.RLock()  # protects whether a line is drawn, and drawing it
+        self._first_line: threading.Timer | None = None
         self._reasoning_tail = ""
         self._is_line_open = False
 
@@ -233,21 +240,29 @@ class Console:
     ) -> None:
         """Show how far something has come, once it takes longer than a moment.
 
-        On a terminal one line is drawn again and again; elsewhere lines are written.
+        On a terminal one line is drawn again and again, the first after a moment though nobody calls again;
+        elsewhere lines are written.
 
         Args:
             label: what goes on.
             done: of it.
-            total: of it.
+            total: of it; 0 if nobody knows.
             is_bytes: show sizes.
             steady: elsewhere too a line a second, however long it takes.
             now: elsewhere too a line now: nothing was heard for long.
         """
         if not self._may_progress:
             return
+        share = f"{100 * done // max(1, total):3d}%"
+        of = f"{size(done)} of {size(total)}" if is_bytes else f"{done} of {total}"
+        self._progress_text = text = printable(f"{label} {share}  {of}" if total else label)
         moment = time.monotonic()
         if self._progress_since is None:
             self._progress_since = moment
+            if self.err_is_terminal:
+                self._first_line = threading.Timer(PROGRESS_DELAY_S, self._draw_first)
+                self._first_line.daemon = True
+                self._first_line.start()
         elapsed, silent = (
             moment - self._progress_since,
             moment - (self._progress_drawn or self._progress_since),
@@ -259,20 +274,32 @@ class Console:
             is_due = now or silent >= interval
         if not is_due:
             return
-        self._progress_drawn = moment
-        share = f"{100 * done // max(1, total):3d}%"
-        of = f"{size(done)} of {size(total)}" if is_bytes else f"{done} of {total}"
-        text = printable(f"{label} {share}  {of}")
         if self.err_is_terminal:
-            _write(sys.stderr, f"{_CLEAR}{text[: max(8, _terminal_width() - 1)]}")
+            self._draw(text, moment)
         else:
+            self._progress_drawn = moment
             _write(sys.stderr, f"{text}\n")
 
     def end_progress(self) -> None:
         """Remove the progress line, if there is one."""
-        if self._progress_drawn and self.err_is_terminal:
-            _write(sys.stderr, _CLEAR)
-        self._progress_since, self._progress_drawn = None, 0.0
+        with self._progress_lock:
+            if self._progress_drawn and self.err_is_terminal:
+                _write(sys.stderr, _CLEAR)
+            self._progress_since, self._progress_drawn = None, 0.0
+            if self._first_line is not None:
+                self._first_line.cancel()
+                self._first_line = None
+
+    def _draw(self, text: str, moment: float) -> None:
+        with self._progress_lock:
+            self._progress_drawn = moment
+            _write(sys.stderr, f"{_CLEAR}{text[: max(8, _terminal_width() - 1)]}")
+
+    def _draw_first(self) -> None:
+        """Draw what is going on, on a thread of its own: what was begun may not be heard of for long."""
+        with self._progress_lock, contextlib.suppress(OSError, CommandError):
+            if self._progress_since is not None and not self._progress_drawn:
+                self._draw(self._progress_text, time.monotonic())
 
     def _folded(self, text: str) -> str:
         """Return text broken between words for a terminal; files and pipes get it in one line."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.console import Console
+from cli.console import OPENING, Console
 from cli.engine_factory import Services
 from cli.errors import describe
 from cli.settings import goldens
@@ -27,6 +27,7 @@ def checked_golden(
     from mlx_flashnext.engine.errors import EngineError
     from mlx_flashnext.errors import ModelError
 
+    console.progress(OPENING, 0, 0)
     try:
         return services.check_golden(directory, goldens(), console.progress), None
     except (EngineError, ModelError, StoreError, OSError) as error:

@@ -49,12 +49,14 @@ def find_model(name: str | None) -> FoundModel:
     except OSError as error:
         raise CommandError(
             f"Cannot look for the model: {error.strerror}: {name}",
-            hint="--model takes a directory or a Hub id",
+            hint="give a directory or a Hub id",
         ) from error
     if is_directory:
         return _local(path, name)
     if exists:
-        raise CommandError(f"A model is a directory, this is a file: {name}", hint=f"--model {path.parent}")
+        raise CommandError(
+            f"A model is a directory, this is a file: {name}", hint=f"give its directory: {path.parent}"
+        )
     hub_id, at, revision = ALIASES.get(name, name).partition("@")
     if at and not revision:
         raise UsageProblem(f"No revision after the @: {name}", hint=f"--model {hub_id}, or {hub_id}@REVISION")
@@ -110,7 +112,7 @@ def _local(path: Path, name: str) -> FoundModel:
         raise CommandError(f"Not a regular file: {config}", hint="download it again", code=DAMAGED)
     if not config.is_file():
         raise CommandError(
-            f"The directory has no config.json: {name}", hint="--model takes the directory of a checkpoint"
+            f"The directory has no config.json: {name}", hint="give the directory of a checkpoint"
         )
     return FoundModel(path, name)
 

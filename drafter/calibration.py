@@ -24,7 +24,7 @@ FILE = "flashnext-calibration.json"
 MIN_TOKENS = 4000
 MIN_AGREEMENT = 0.5
 MIN_LEAD = 1.5
-CALIBRATE = "run: flashnext draft calibrate DIR"
+CALIBRATE = "run: flashnext draft calibrate DIR --captures SET"
 
 # `fc` is linear and the norm after it removes a common factor: sum and mean cannot be told apart.
 _SAME = {"sum": "mean"}

@@ -20,7 +20,7 @@ from cli.bench_options import (
 from cli.bench_output import write_rows
 from cli.bench_report import ReportWork, show_warm_start, ssd_wait_report, warm_start_report
 from cli.bench_speed import SpeedRequest, measure_speed
-from cli.console import Console, as_json_value
+from cli.console import OPENING, Console, as_json_value
 from cli.draft_report import draft_report, show_draft_report
 from cli.engine_factory import Services
 from cli.errors import FAILED, OK, CommandError, UsageProblem, describe
@@ -124,6 +124,7 @@ def bench(
     if measured.report is not None:
         if form not in ("md", "json"):
             raise UsageProblem(f"A report is a document or a page: --output {form}", hint="md or json")
+        console.progress(OPENING, 0, 0)
         with Interrupts():
             if measured.report == "verify":
                 checked = verify_report(services, console, found, memory, disk)

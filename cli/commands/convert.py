@@ -6,7 +6,7 @@ import typer
 
 from cli.answer import plan_request
 from cli.builds import note_build
-from cli.console import Console, counted, size
+from cli.console import OPENING, Console, counted, size
 from cli.engine_factory import Services
 from cli.errors import OK, UsageProblem, describe
 from cli.golden import checked_golden, golden_document, golden_lines, why_not
@@ -118,6 +118,7 @@ def _agreement(
     from mlx_flashnext.errors import ModelError
 
     request = PlanRequest(context_tokens=AGREEMENT_CONTEXT, num_snapshots=0)
+    console.progress(OPENING, 0, 0)
     try:
         found = services.compare_builds(
             source.directory,
@@ -152,6 +153,7 @@ def compare(
     """
     services: Services = context.obj
     judged = find_model(model)
+    console.progress(OPENING, 0, 0)
     found = services.compare_builds(
         find_model(reference).directory,
         judged.directory,

@@ -44,6 +44,7 @@ def doctor(
     from mlx_flashnext.engine.errors import EngineError
     from mlx_flashnext.reports.surroundings import look_around
 
+    console.progress("looking at machine and model", 0, 0)
     with Interrupts():
         checkpoint, seen = services.examine(
             found.directory, lambda done, total: console.progress("reading the drive", done, total)

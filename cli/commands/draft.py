@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.console import Console, as_json_value, counted, size
+from cli.console import OPENING, Console, as_json_value, counted, size
 from cli.engine_factory import Services
 from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, INTERRUPTED, OK, UsageProblem
 from cli.interrupts import Interrupts
@@ -215,7 +215,10 @@ def train(
         console.document({"run": str(made.directory), "last": rows[-1] if rows else None})
     else:
         console.line(f"trained  {made.directory}: {rows[-1]['step'] if rows else 0:.0f} of {steps} steps")
-        console.line(f"next     flashnext draft {'train' if is_cut else 'export'} ...")
+        after = (
+            "the same line again goes on" if is_cut else f"flashnext draft export {run} DIR --licence NAME"
+        )
+        console.line(f"next     {after}")
     return INTERRUPTED if is_cut else OK
 
 
@@ -360,7 +363,7 @@ def promote(
 ) -> int:
     """Climb the ladder that a draft must climb before it is served, and write the evidence beside it.
 
-    What only the hardware that will serve can show is marked so.
+    What only the hardware that will serve can show is marked so. Exit code 1 means that a rung failed.
     """
     from drafter.train.captures import CaptureSet
     from mlx_flashnext.tokenizer import Tokenizer
@@ -384,7 +387,7 @@ def promote(
         return _engine(context, console, found, slots, CONTEXT, draft=kind, directory=own, hints=hints)
 
     with Interrupts():
-        rungs = climb(opened, directory, ladder, lambda name: console.progress(name, 0, 1))
+        rungs = climb(opened, directory, ladder, lambda name: console.progress(name, 0, 0))
     console.end_progress()
     has_failed = any(rung.outcome == "failed" for rung in rungs)
     if json:
@@ -409,6 +412,7 @@ def _engine(
     from mlx_flashnext.engine.plan import PlanRequest
 
     services: Services = context.obj
+    console.progress(OPENING, 0, 0)
     request = PlanRequest(
         context_tokens=context_tokens,
         slots_per_layer=slots,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import Console, size
+from cli.console import OPENING, Console, size
 from cli.engine_factory import Services
 from cli.errors import OK
 from cli.interrupts import Interrupts
@@ -144,6 +144,7 @@ def _engine(
     from mlx_flashnext.engine.plan import PlanRequest
 
     services: Services = context.obj
+    console.progress(OPENING, 0, 0)
     # One expert fewer than there are: routes then come to the host, and next to nothing is read twice.
     num_experts = open_checkpoint(found.directory).config.num_experts
     request = PlanRequest(

@@ -128,7 +128,7 @@ def remove(
     Other programs that use the cache lose it too. What will go is named first, and asked for unless --yes.
     """
     whole = _whole_name(repo)
-    if repo.startswith(("/", "./", "../", "~")) and expanded(repo).is_dir():
+    if (repo.startswith(("/", "./", "../", "~")) or "/" not in repo) and expanded(repo).is_dir():
         raise UsageProblem(f"A directory of your own, none of the cache: {repo}", hint=f"rm -r {repo}")
     name, revision = parse_name(whole)
     folder = repo_folder(name)

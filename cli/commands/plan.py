@@ -226,11 +226,15 @@ def _builds(
 
 
 def _show(console: Console, found: FoundModel, planned: Planned) -> None:
+    from mlx_flashnext.demo import DEMO_SLOTS
+
     plan, machine = planned.plan, planned.machine
     rows = [(line.name, size(line.bytes), line.reason) for line in plan.lines]
     rows.append(("total", size(plan.total_bytes), f"of a budget of {size(plan.budget_bytes)}"))
     console.table(("memory", "size", "why"), rows, right=(1,))
     where = "every expert stays in memory" if plan.is_resident else "the rest comes from disk"
+    if found.is_demo and plan.slots_per_layer == DEMO_SLOTS:
+        where += f", as with a large model; --slots {plan.num_experts} holds all"
     layers = len(planned.checkpoint.experts)
     facts = (
         ("model", f"{found.label}, {planned.checkpoint.layout} layout"),

@@ -43,6 +43,7 @@ from mlx_flashnext.regular_file import read_regular
 
 USES_SIDECAR: Final = ("sidecar", "both")
 USES_NEAR: Final = ("near-linear", "both")
+_TRAIN: Final = "flashnext draft train"
 _ROUTER: Final = "layers.{}.mlp.gate"
 _FLOATS: Final = {"F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 
@@ -131,7 +132,7 @@ def find_routes(checkpoint: Checkpoint, hints: str, draft: Path | None, draft_di
         facts = route_facts(checkpoint)
     if facts is not None and hints in USES_NEAR:
         place = checkpoint.directory / NEAR_DIRECTORY
-        document, why = _judged(place, NearDocument, "", facts, "near map", "flashnext draft train-near")
+        document, why = _judged(place, NearDocument, "", facts, "near map", f"{_TRAIN}-near --captures SET")
         found = replace(found, near=document, near_directory=place, notices=(*found.notices, *why))
     if facts is not None and hints in USES_SIDECAR:
         if draft is None:
@@ -140,7 +141,12 @@ def find_routes(checkpoint: Checkpoint, hints: str, draft: Path | None, draft_di
             return replace(found, notices=(*found.notices, said + left))
         place = draft / SIDECAR_DIRECTORY
         document, why = _judged(
-            place, SidecarDocument, draft_digest, facts, "route sidecar", "flashnext draft train-sidecar"
+            place,
+            SidecarDocument,
+            draft_digest,
+            facts,
+            "route sidecar",
+            f"{_TRAIN}-sidecar DIR --captures SET",
         )
         found = replace(found, sidecar=document, sidecar_directory=place, notices=(*found.notices, *why))
     return found

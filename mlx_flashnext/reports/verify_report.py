@@ -364,7 +364,9 @@ def _criteria(
             "the continuation is the reference's", not parted, f"{len(blocks) - len(parted)} of {len(blocks)}"
         ),
         Criterion(
-            "next logits are within the tolerance", largest <= tolerance, f"{largest:.2g} of {tolerance:.2g}"
+            "next logits are within the tolerance",
+            largest <= tolerance,
+            f"they differ by {largest:.2g}, allowed {tolerance:.2g}",
         ),
         Criterion(
             "every logit is finite",

@@ -60,6 +60,11 @@ def calibrate(
         DrafterError: it holds too little text.
     """
     draft_training.check_build(engine, captures.identity.target_digest, "capture set")
+    num_there = sum(document.num_tokens for document in captures.documents)
+    if num_there < min_tokens:
+        raise DrafterError(
+            f"The capture set holds {num_there} tokens, {min_tokens} are needed", hint="capture more prompts"
+        )
     facts, config, num_layers = facts_of(engine), draft.config, engine.config.num_hidden_layers
     ways = [
         (contraction, shift)
@@ -81,10 +86,6 @@ def calibrate(
                 draft_training.judge(engine, draft, replace(document, features=features), every=EVERY)
             )
         num_tokens += len(document.tokens)
-    if num_tokens < min_tokens:
-        raise DrafterError(
-            f"The capture set holds {num_tokens} tokens, {min_tokens} are needed", hint="capture more prompts"
-        )
     progress(min_tokens, min_tokens)
     trials = [_trial(way, judged[way], config.max_proposals) for way in ways]
     best = max((trial for trial in trials if trial.tap_shift == 0), key=lambda trial: trial.agreement[0])

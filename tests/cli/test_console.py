@@ -1,6 +1,7 @@
 """Numbers, progress and terminals as people see them."""
 
 import itertools
+import threading
 
 import pytest
 
@@ -121,6 +122,52 @@ def test_progress_appears_after_a_moment_is_renewed_and_removed(at_terminal, cap
     assert capsys.readouterr().err == "\r\x1b[K"
 
 
+def test_what_was_begun_is_shown_after_a_moment_though_it_is_silent(at_terminal, capsys, monkeypatch):
+    timers = []
+
+    class Timer:
+        def __init__(self, seconds, call):
+            self.seconds, self.call, self.state = seconds, call, "made"
+            timers.append(self)
+
+        def start(self):
+            self.state = "started"
+
+        def cancel(self):
+            self.state = "cancelled"
+
+    monkeypatch.setattr(console_module.threading, "Timer", Timer)
+    console = Console()
+    console.progress("opening the model", 0, 0)
+    console.progress("pp512", 0, 6)
+    (timer,) = timers
+    assert (timer.seconds, timer.state, timer.daemon) == (1.0, "started", True)
+    timer.call()
+    assert capsys.readouterr().err == "\r\x1b[Kpp512   0%  0 of 6"
+    timer.call()
+    assert capsys.readouterr().err == "", "it is drawn already"
+    console.end_progress()
+    assert (capsys.readouterr().err, timer.state) == ("\r\x1b[K", "cancelled")
+    timer.call()
+    assert capsys.readouterr().err == "", "it is over"
+    console.progress("again", 0, 0)
+    timers[-1].call()
+    assert capsys.readouterr().err == "\r\x1b[Kagain"
+
+
+def test_what_is_over_within_a_moment_draws_nothing(at_terminal, capsys, monkeypatch):
+    monkeypatch.setattr(console_module, "PROGRESS_DELAY_S", 0.05)
+    console = Console()
+    console.progress("opening the model", 0, 0)
+    console.end_progress()
+    threading.Event().wait(0.2)
+    assert capsys.readouterr().err == ""
+    console.progress("opening the model", 0, 0)
+    threading.Event().wait(0.2)
+    assert capsys.readouterr().err == "\r\x1b[Kopening the model", "the control"
+    console.end_progress()
+
+
 def test_progress_never_wraps(at_terminal, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     console = Console()
@@ -128,6 +175,7 @@ def test_progress_never_wraps(at_terminal, capsys, monkeypatch):
     at_terminal.now += 2
     console.progress("reading the prompt", 123_456, 1_000_000)
     assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) < 40
+    console.end_progress()
 
 
 @pytest.mark.parametrize(

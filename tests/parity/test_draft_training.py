@@ -228,8 +228,10 @@ def test_calibration_finds_the_contraction_it_was_trained_with(
     assert ways[CONTRACTION, 0] == max(ways.values())
     assert (record.draft_digest, record.target_digest) == (draft.verdict.digest, facts_of(engine).digest)
     assert any("at least 4000 are needed" in fault for fault in faults)
+    tried: list[int] = []
     with pytest.raises(DrafterError, match="tokens, 9999 are needed"):
-        calibrate(engine, draft, captures, min_tokens=9999)
+        calibrate(engine, draft, captures, min_tokens=9999, progress=lambda done, _: tried.append(done))
+    assert not tried, "what is there can be counted beforehand"
 
 
 def open_with(tiny_dir: Path, own: Path | None, hints: str = "off") -> Engine:
