@@ -115,6 +115,7 @@ class Console:
         self._first_line: threading.Timer | None = None
         self._reasoning_tail = ""
         self._is_line_open = False
+        self._is_width_told = False
 
     def answer(self, text: str) -> None:
         """Write text to stdout now.
@@ -207,16 +208,19 @@ class Console:
                 console.print(table)
             return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
-        if _words(drawn(width)) == _words(drawn(_UNLIMITED)):
-            text = drawn(width, has_colour=self._out_has_colour)
+        whole = drawn(_UNLIMITED)
+        if _words(drawn(width)) == _words(whole):
+            _write(sys.stdout, drawn(width, has_colour=self._out_has_colour))
         else:
             longest = max(map(len, headings))
             blocks = (
                 [f"{heading:{longest}}  {cell}" for heading, cell in zip(headings, row, strict=True) if cell]
                 for row in rows
             )
-            text = printable("\n\n".join(map("\n".join, blocks))) + "\n"
-        _write(sys.stdout, text)
+            _write(sys.stdout, printable("\n\n".join(map("\n".join, blocks))) + "\n")
+            if self.out_is_terminal and not self._is_width_told:
+                self._is_width_told = True
+                self.note(f"a terminal of {max(map(len, whole.splitlines()))} columns shows this as a table")
 
     def line(self, text: str = "") -> None:
         """Write a line of a report to stdout."""

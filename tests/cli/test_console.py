@@ -286,10 +286,18 @@ def test_a_table_that_a_terminal_would_cut_is_told_line_by_line(capsys, monkeypa
     console = Console()
     console.out_is_terminal, console._out_has_colour = True, is_coloured
     rows = [("laptop", "off", "118.87 tokens a second"), ("laptop", "oracle", "131.20 tokens a second")]
-    console.table(("machine", "hints", "rate without anything else"), rows, right=(1, 2))
-    out = capsys.readouterr().out
+    headings = ("machine", "hints", "rate without anything else")
+    console.table(headings, rows, right=(1, 2))
+    out, told = capsys.readouterr()
     assert all(cell in out for row in rows for cell in row)
+    assert bool(told) is (columns == 40)
     if columns == 40:
+        wide = int(told.removeprefix("a terminal of ").removesuffix(" columns shows this as a table\n"))
+        console.table(headings, rows, right=(1, 2))
+        assert capsys.readouterr() == (out, ""), "it is said once"
+        monkeypatch.setattr(console_module, "_terminal_width", lambda: wide)
+        console.table(headings, rows, right=(1, 2))
+        assert len(capsys.readouterr().out.splitlines()) == 4, "heads, a line and a row each"
         assert out.splitlines()[:3] == [
             "machine                     laptop",
             "hints                       off",
