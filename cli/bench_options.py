@@ -40,8 +40,13 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def counts(flag: str, text: str) -> list[int]:
+def counts(flag: str, text: str, *, example: str = "128,512") -> list[int]:
     """Return the numbers of a list such as `128,512,4k`; 0 means none.
+
+    Args:
+        flag: whose they are.
+        text: as typed.
+        example: what the hint of a refusal shows.
 
     Raises:
         UsageProblem: not such a list.
@@ -50,7 +55,7 @@ def counts(flag: str, text: str) -> list[int]:
     try:
         values = [0 if word == "0" else parse_count(word) for word in words]
     except typer.BadParameter as error:
-        raise UsageProblem(f"{flag}: {error.message}", hint="write numbers, such as 128,512") from error
+        raise UsageProblem(f"{flag}: {error.message}", hint=f"such as {example}") from error
     _check_number(flag, len(values))
     return values
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from cli.model_path import complete_model
-from cli.parse import parse_count, parse_json_object, parse_number, parse_size, parse_whole
+from cli.parse import parse_count, parse_json_object, parse_memory, parse_number, parse_whole
 from cli.settings import MEMORY_VARIABLE, MODEL_VARIABLE
 
 _MEMORY, _SAMPLING, _PROMPT, _DRAFT, _OUTPUT = "Memory", "Sampling", "Prompt", "Speculation", "Output"
@@ -41,7 +41,7 @@ class MemoryOptions:
             "--memory",
             metavar="SIZE",
             help="Memory the process may use, such as 12GiB. Left out: what leaves the machine usable.",
-            parser=parse_size,
+            parser=parse_memory,
             envvar=MEMORY_VARIABLE,
             rich_help_panel=_MEMORY,
         ),

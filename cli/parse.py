@@ -28,11 +28,20 @@ def parse_size(text: str) -> int:
     return value
 
 
+def parse_memory(text: str) -> int:
+    """Return a budget in bytes; a number without its unit is the likeliest slip."""
+    value = parse_size(text)
+    if value < 1 << 20:
+        raise typer.BadParameter(f"{value} bytes hold no model: {text!r} (write 12GiB)")
+    return value
+
+
 def parse_count(text: str) -> int:
     """Return a positive number, as of tokens: `4096`, or `32k` for 32 * 1024."""
     match = _COUNT.fullmatch(text)
     if match is None:
-        raise typer.BadParameter(f"not a whole number: {text!r} (write 4096 or 32k)")
+        what = "too large" if re.fullmatch(r"\s*[0-9]+\s*[kK]?\s*", text) else "not a whole number"
+        raise typer.BadParameter(f"{what}: {text!r} (write 4096 or 32k)")
     value = int(match[1]) * (1024 if match[2] else 1)
     if value <= 0:
         raise typer.BadParameter(f"must be positive: {text!r}")

@@ -221,10 +221,9 @@ def _layouts(
 
 
 def _one_count(flag: str, text: str) -> int:
-    values = counts(flag, text)
-    if len(values) != 1:
+    if "," in text:
         raise UsageProblem(f"{flag} takes one number: {text}", hint="leave the others out")
-    return values[0]
+    return counts(flag, text, example="512")[0]
 
 
 def _show(
