@@ -56,8 +56,12 @@ def note_build(directory: Path, kind: Kind, source: str) -> None:
     with contextlib.suppress(OSError, UnicodeEncodeError):  # a path of stray bytes has no JSON
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_bytes(msgspec.json.encode(note))
-        fresh.replace(path)
+        try:
+            fresh.write_bytes(msgspec.json.encode(note))
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def noted_builds() -> list[Build]:

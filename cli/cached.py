@@ -6,7 +6,7 @@ Entry points: `scan`, `lacking`, `trouble_of`. The layout is huggingface_hub's: 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 
@@ -64,12 +64,14 @@ def lacking(snapshot: Path) -> tuple[list[str], int]:
 
     A snapshot without an index, or with one that cannot be read, is left to whoever opens it.
     """
+    from mlx_flashnext.regular_file import read_regular
+
     try:
-        index = msgspec.json.decode((snapshot / INDEX).read_bytes(), type=Index)
+        index = msgspec.json.decode(read_regular(snapshot / INDEX), type=Index)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [], 0
     names = sorted(set(index.weight_map.values()))
-    return [name for name in names if not (snapshot / name).is_file()], len(names)
+    return [name for name in names if not _is_there(snapshot / name)], len(names)
 
 
 def partial_bytes(folder: Path) -> int:
@@ -81,10 +83,25 @@ def names_of(folder: Path) -> dict[str, str]:
     """Return the commit that each reference of a repository names."""
     root = folder / "refs"
     paths = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
-    return {
-        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8", errors="replace").strip()
-        for path in sorted(paths)
-    }
+    return {path.relative_to(root).as_posix(): named_by(path) for path in sorted(paths)}
+
+
+def named_by(reference: Path) -> str:
+    """Return the commit that a reference names, "" if it names none."""
+    from mlx_flashnext.regular_file import read_regular
+
+    try:
+        name = read_regular(reference, 1 << 10).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+    return name if PurePath(name).name == name and "\0" not in name else ""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _snapshots(folder: Path) -> list[Path]:

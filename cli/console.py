@@ -9,6 +9,7 @@ of being obeyed.
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -43,6 +44,18 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 def printable(text: str) -> str:
     """Return text that cannot move a terminal's cursor or change its state."""
     return text.translate(_VISIBLE)
+
+
+def shell_word(word: str | os.PathLike[str]) -> str:
+    """Return a word as a shell takes it, in one line: what does not print is written as bytes."""
+    text = os.fspath(word)
+    if text.isprintable():
+        return shlex.quote(text)
+    safe = (
+        chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}"
+        for byte in os.fsencode(text)
+    )
+    return f"$'{''.join(safe)}'"
 
 
 def size(num_bytes: float) -> str:

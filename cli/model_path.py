@@ -9,9 +9,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.cached import lacking, repositories
+from cli.cached import lacking, named_by, repositories
 from cli.errors import DAMAGED, CommandError, UsageProblem
 from cli.settings import expanded, hub_cache
+from expert_store.errors import brief
 
 DEMO = "demo"
 ALIASES = {"flash-next": "Qwen/Qwen3.8-Flash-Next"}
@@ -124,8 +125,8 @@ def _snapshot(folder: Path, revision: str) -> Path | None:
         return None
     reference = folder / "refs" / (revision or "main")
     if reference.is_file():
-        named = snapshots / reference.read_text(encoding="utf-8", errors="replace").strip()
-        return named if (named / "config.json").is_file() else None
+        commit = named_by(reference)
+        return snapshots / commit if commit and (snapshots / commit / "config.json").is_file() else None
     matches = [entry for entry in snapshots.iterdir() if entry.name.startswith(revision)]
     matches = [entry for entry in matches if (entry / "config.json").is_file()]
     return max(matches, key=lambda entry: entry.stat().st_mtime, default=None)
@@ -137,13 +138,15 @@ def _check_complete(snapshot: Path, name: str) -> None:
     if missing:
         raise CommandError(
             f"The download of {name} is not complete: {len(missing)} of {num_files} data files are not here, "
-            f"such as {missing[0]}",
+            f"such as {brief(missing[0], 100)}",
             hint=f"flashnext pull {name} goes on with it",
         )
 
 
 def _advice(name: str, hub_id: str) -> str:
     known = cached_models()
+    if hub_id in known:
+        return f"what the cache has of it names no commit; flashnext pull {hub_id} mends it"
     near = difflib.get_close_matches(hub_id, known, n=1) or [
         other for other in known if name.casefold() in other.casefold()
     ]

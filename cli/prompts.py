@@ -19,6 +19,8 @@ from cli.errors import UsageProblem
 from cli.options import PromptOptions
 from drafter.files import naming
 
+MAX_TOOLS_BYTES = 16 << 20
+
 if TYPE_CHECKING:
     pass
 
@@ -139,8 +141,10 @@ def _read_tools(path: Path) -> list[dict[str, Any]]:
     """
     import msgspec
 
+    from mlx_flashnext.regular_file import read_regular
+
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        return msgspec.json.decode(read_regular(path, MAX_TOOLS_BYTES), type=list[dict[str, Any]])
     except OSError as error:
         raise UsageProblem(f"Cannot read --tools: {error.strerror}: {path}", hint="check the path") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

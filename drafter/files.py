@@ -75,15 +75,20 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """
     # Without O_NONBLOCK, opening a pipe waits for somebody to write.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with naming(path), os.fdopen(number, "rb") as stream:
-        status = os.fstat(number)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file")
-        if status.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes: {status.st_size}")
-        return stream.read(status.st_size)  # asking for more would allocate it
+    try:
+        with naming(path):
+            status = os.fstat(number)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "Not a regular file")
+            if status.st_size > max_bytes:
+                raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes: {status.st_size}")
+            # No more is asked for than there is: it would be allocated.
+            with os.fdopen(number, "rb", closefd=False) as stream:
+                return stream.read(status.st_size)
+    finally:
+        os.close(number)
 
 
 def _directory_to_disk(directory: Path) -> None:

@@ -149,8 +149,12 @@ class PackWriter:
         """
         staged.check_space({shard.name: shard.size for shard in self._shards})
         digests: dict[str, tuple[str, ...]] = {}
-        for shard in self._shards:
-            if staged.digests_of(shard.name) is not None:
+        counts = [layer.record.num_experts for layer in self._layers]
+        for number, shard in enumerate(self._shards):
+            noted = staged.digests_of(shard.name)
+            if noted is not None and len(noted) != (counts[number] if number < len(counts) else 1):
+                staged.forget(shard.name)
+            elif noted is not None:
                 self._advance(shard.size)
             digests[shard.name] = staged.write(shard.name, shard.size, shard.fill)
         num_layers = len(self._layers)

@@ -80,7 +80,7 @@ def read_tensor_table(directory: Path) -> TensorTable:
             hint="give the directory that holds the .safetensors files",
             path=str(directory),
         )
-    root = _allowed_root(directory)
+    root = allowed_root(directory)
     weight_map = _read_index(directory, root)
     if weight_map is None:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -121,7 +121,7 @@ def read_tensor_table(directory: Path) -> TensorTable:
     return TensorTable(directory, tuple(files), MappingProxyType(tensors), digest.hexdigest())
 
 
-def _allowed_root(directory: Path) -> Path:
+def allowed_root(directory: Path) -> Path:
     """Return the folder that files may resolve into: the directory, or its `models--*` Hub cache folder."""
     real = directory.resolve()
     for parent in real.parents:
@@ -146,13 +146,25 @@ def _inside(directory: Path, root: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
         reason = getattr(error, "strerror", None) or error
         raise corrupt(f"Shard cannot be resolved: {name}: {reason}", file=name) from error
+    check_inside(real, root, name)
+    return real
+
+
+def check_inside(path: Path, root: Path, name: str | None = None) -> None:
+    """Refuse a file that a link leads out of where the files of a checkpoint may lie (X4).
+
+    Args:
+        path: The file; it is there.
+        root: As of `allowed_root`.
+        name: What messages call it; its own name if left out.
+    """
+    name, real = path.name if name is None else name, path.resolve()
     if not real.is_relative_to(root):
         raise corrupt(
             f"File leaves the model folder: {name} -> {real}",
             hint="copy the file into the folder, or give the folder that really holds the files",
             file=name,
         )
-    return real
 
 
 class _Index(msgspec.Struct):

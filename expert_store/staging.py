@@ -6,9 +6,10 @@ is one rename to `TARGET`.
 Invariants:
     S1  `TARGET` appears whole or not at all: a crash, a kill or a full disk at any moment leaves it absent;
     S2  a file counts as finished only once its bytes and then its line in the journal are on the disk; a line
-        that was cut short, and every line after a fault, counts for nothing;
+        that was cut short or damaged, and every line after a fault, counts for nothing;
     S3  what was begun from another plan (another source, other settings) is refused, never mixed;
-    S4  one process at a time: the journal is locked while it is open.
+    S4  one process at a time: the journal is locked while it is open;
+    S5  nothing outside is written to: what lies where a file is to be is removed, a link or a pipe as well.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, Self
 
 import msgspec
+from xxhash import xxh3_64
 
 from expert_store.errors import NotEnoughSpace, StoreError, TargetRefused, WriteFailed
 
 FORMAT = "flashnext-journal"
-VERSION = 1
+VERSION = 2
+"""2 added the seal of a line."""
 _SPARE_BYTES: Final = 64 * 2**20
 """Left free beside what is written: directories, journal, and whatever else lives on the disk."""
 
@@ -43,6 +47,12 @@ class _Finished(msgspec.Struct, frozen=True):
     name: str
     size: int
     digests: tuple[str, ...]
+    seal: str = ""
+
+    def sealed(self) -> _Finished:
+        """Return the line with the digest of the rest of it."""
+        bare = msgspec.structs.replace(self, seal="")
+        return msgspec.structs.replace(bare, seal=xxh3_64(msgspec.json.encode(bare)).hexdigest())
 
 
 class StagedDirectory:
@@ -58,6 +68,8 @@ class StagedDirectory:
         Raises:
             TargetRefused: The target exists, or its parent does not.
         """
+        if not target.name:
+            raise TargetRefused(f"The target has no name: {target}", hint="name the directory to make")
         self.target = target
         self.partial = target.with_name(target.name + ".partial")
         self.journal = target.with_name(target.name + ".journal")
@@ -85,11 +97,14 @@ class StagedDirectory:
             WriteFailed: The operating system refuses.
         """
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            # Without O_NONBLOCK a pipe would be waited for.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._journal = os.fdopen(os.open(self.journal, flags, 0o644), "r+b", buffering=0)
         except OSError as error:
             raise _failed(error, self.partial) from error
         try:
+            if not stat.S_ISREG(os.fstat(self._journal.fileno()).st_mode):
+                raise TargetRefused(f"Not a regular file: {self.journal}", hint="remove it")
             self._lock()
             self.partial.mkdir(exist_ok=True)
             self._take_up()
@@ -115,6 +130,18 @@ class StagedDirectory:
         """Return the digests noted for a finished file, None if it has to be written."""
         finished = self._done.get(name)
         return None if finished is None else finished.digests
+
+    def forget(self, name: str) -> None:
+        """Take a finished file for one that has to be written: what was noted of it cannot be."""
+        del self._done[name]
+
+    def begin_anew(self) -> None:
+        """Take nothing for finished any more: what was written is not what was noted."""
+        assert self._journal is not None
+        self._done.clear()
+        self._journal.seek(0)
+        self._journal.truncate()
+        self._append(_Opening(FORMAT, VERSION, self._plan))
 
     def check_space(self, sizes: Mapping[str, int]) -> None:
         """Refuse to begin what cannot end.
@@ -150,7 +177,9 @@ class StagedDirectory:
             return finished.digests
         path = self.partial / name
         try:
-            with path.open("wb", buffering=0) as stream:
+            if os.path.lexists(path):
+                path.unlink()  # what was begun; or a link, which would be followed (S5)
+            with path.open("xb", buffering=0) as stream:
                 digests = fill(stream)
                 _to_disk(stream.fileno())
                 found = os.fstat(stream.fileno()).st_size
@@ -159,7 +188,7 @@ class StagedDirectory:
         except OSError as error:
             raise _failed(error, path) from error
         assert found == size, f"{name}: {found} bytes were written, {size} were planned"
-        self._note(_Finished(name, size, digests))
+        self._note(_Finished(name, size, digests).sealed())
         return digests
 
     def publish(self) -> None:
@@ -222,7 +251,7 @@ class StagedDirectory:
                 finished = msgspec.json.decode(line, type=_Finished)
             except msgspec.MsgspecError:
                 break
-            if _size_of(self.partial / finished.name) != finished.size:
+            if finished != finished.sealed() or _size_of(self.partial / finished.name) != finished.size:
                 break
             self._done[finished.name] = finished
             kept += len(line) + 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection
 from pathlib import Path
 
-from mlx_flashnext.regular_file import read_regular
+from expert_store.safetensors_index import allowed_root, check_inside
+from mlx_flashnext.errors import DocumentCorrupt
+from mlx_flashnext.regular_file import document_failed, read_regular
 
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md")
 MAX_DOCUMENT_BYTES = 128 << 20
@@ -20,10 +23,22 @@ def small_documents(directory: Path, *, without: Collection[str]) -> dict[str, b
 
     Raises:
         ModelError: One of them is no regular file, or larger than `MAX_DOCUMENT_BYTES`.
+        CheckpointCorrupt: One is a link out of the folder: what that names is not the model's to publish.
     """
     found: dict[str, bytes] = {}
+    root = allowed_root(directory)
     for path in sorted(directory.iterdir()):
         is_text = path.suffix in SUFFIXES or path.name.startswith("LICENSE")
         if is_text and path.name not in without and path.is_file():
-            found[path.name] = read_regular(path, MAX_DOCUMENT_BYTES)
+            check_inside(path, root)
+            try:
+                found[path.name] = read_regular(path, MAX_DOCUMENT_BYTES)
+            except OSError as error:
+                if error.errno != errno.EFBIG:
+                    raise document_failed(error, path) from error
+                raise DocumentCorrupt(
+                    f"{path.name} is no document: {error.strerror}",
+                    hint="move it out of the folder",
+                    path=str(path),
+                ) from error
     return found

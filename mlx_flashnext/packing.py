@@ -121,12 +121,21 @@ def pack_checkpoint(
         stamps = [(info.path.name, info.size, info.mtime_ns) for info in checkpoint.table.files]
         with StagedDirectory(target, writer.plan(stamps)) as staged:
             manifest = writer.write(staged)
-            _spot_check(staged.partial, manifest)
+            try:
+                _spot_check(staged.partial, manifest)
+            except StoreError:
+                staged.begin_anew()  # or the next run would take up what is wrong
+                raise
             staged.publish()
     num_records = sum(layer.num_experts for layer in manifest.layers)
     reads = max(len(layout.record.reads(0)) for layout in checkpoint.experts.values())
-    left = tuple(sorted(path.name for path in directory.iterdir() if path.is_dir()))
+    left = tuple(sorted(path.name for path in directory.iterdir() if _is_left(path, target)))
     return Packed(target, manifest.identity, num_records, writer.total_bytes, reads, left)
+
+
+def _is_left(path: Path, target: Path) -> bool:
+    """Return whether this is a folder of the model that a person may want beside the pack."""
+    return path.is_dir() and not path.name.startswith(".") and not path.samefile(target)
 
 
 def verify_pack(directory: Path, *, progress: Progress = _silent) -> Verified:

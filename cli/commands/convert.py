@@ -6,7 +6,7 @@ import typer
 
 from cli.answer import plan_request
 from cli.builds import note_build
-from cli.console import OPENING, Console, counted, size
+from cli.console import OPENING, Console, counted, shell_word, size
 from cli.engine_factory import Services
 from cli.errors import OK, UsageProblem, describe
 from cli.golden import checked_golden, golden_document, golden_lines, why_not
@@ -226,7 +226,7 @@ def _show(console: Console, made: "Converted", label: str) -> None:
         facts.append(("plain", f"{len(left)} for whose width the group is not fit, such as {left[0]}"))
     if made.dropped:
         facts.append(("dropped", f"{counted(len(made.dropped), 'tensor')}, such as {made.dropped[0]}"))
-    facts.append(("next", f"flashnext compare {label} {made.directory}"))
+    facts.append(("next", f"flashnext compare {shell_word(label)} {shell_word(made.directory)}"))
     for name, fact in facts:
         console.line(f"{name:<9}  {fact}")
     console.line()

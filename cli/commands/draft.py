@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.console import OPENING, Console, as_json_value, counted, size
+from cli.console import OPENING, Console, as_json_value, counted, shell_word, size
 from cli.engine_factory import Services
 from cli.errors import DAMAGED, FAILED, INCOMPATIBLE, INTERRUPTED, OK, UsageProblem
 from cli.interrupts import Interrupts
@@ -215,10 +215,8 @@ def train(
         console.document({"run": str(made.directory), "last": rows[-1] if rows else None})
     else:
         console.line(f"trained  {made.directory}: {rows[-1]['step'] if rows else 0:.0f} of {steps} steps")
-        after = (
-            "the same line again goes on" if is_cut else f"flashnext draft export {run} DIR --licence NAME"
-        )
-        console.line(f"next     {after}")
+        after = f"flashnext draft export {shell_word(run)} DIR --licence NAME"
+        console.line(f"next     {'the same line again goes on' if is_cut else after}")
     return INTERRUPTED if is_cut else OK
 
 
@@ -244,7 +242,7 @@ def export(
         console.document(as_json_value(_fields(made)))
     else:
         console.line(f"made  {made.directory}: {made.num_parameters} parameters, {size(made.num_bytes)}")
-        console.line(f"next  flashnext chat --draft dflash2 --draft-model {made.directory}")
+        console.line(f"next  flashnext chat --draft dflash2 --draft-model {shell_word(made.directory)}")
     return OK
 
 

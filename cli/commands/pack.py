@@ -1,13 +1,12 @@
 """`flashnext pack` and `flashnext verify`: one aligned record an expert, each with its digest."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli.builds import note_build
-from cli.console import Console, counted, size
+from cli.console import Console, counted, shell_word, size
 from cli.engine_factory import Services
 from cli.errors import DAMAGED, OK, describe
 from cli.golden import checked_golden, golden_document, golden_lines, why_not
@@ -69,21 +68,18 @@ def pack(
         )
         return OK
     reads = counted(packed.reads_before, "read")
+    where = shell_word(packed.directory)
     facts = [
-        (
-            "packed",
-            f"{counted(packed.num_records, 'record')}, {size(packed.num_bytes)}, in {packed.directory}",
-        ),
+        ("packed", f"{counted(packed.num_records, 'record')}, {size(packed.num_bytes)}, in {where}"),
         ("identity", packed.identity),
         ("an expert", f"one read; {reads} from {found.label}"),
         ("gain", _gain(gain)),
-        ("next", f"flashnext run --model {packed.directory}"),
+        ("next", f"flashnext run --model {where}"),
     ]
     if packed.left:
-        folders = shlex.join(str(found.directory / name) for name in packed.left)
-        facts.insert(
-            -1, ("left", f"{', '.join(packed.left)}: cp -R {folders} {shlex.quote(str(packed.directory))}")
-        )
+        names = ", ".join(map(shell_word, packed.left))
+        folders = " ".join(shell_word(found.directory / name) for name in packed.left)
+        facts.insert(-1, ("left", f"{names}: cp -R -- {folders} {where}"))
     for name, fact in facts:
         console.line(f"{name:<9}  {fact}")
     for line in golden_lines(check, why_not(problem)):

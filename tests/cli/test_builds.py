@@ -1,6 +1,8 @@
 """`flashnext list` and what `pack` and `convert` made: shown while it is there, whatever the notes hold."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -92,3 +94,36 @@ def test_rm_says_how_to_delete_a_directory_of_ones_own(model):
     assert result.exit_code == 2
     assert f"hint: rm -r {model}" in result.stderr
     assert model.is_dir()
+
+
+def test_a_full_disk_leaves_no_half_note(tmp_path, model, monkeypatch):
+    honest = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        honest(path, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    note_build(model, "pack", "x")
+    assert list(builds().iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "a name that no file has"])
+def test_one_bad_index_neither_stops_nor_hides_the_list(tmp_path, model, kind):
+    note_build(model, "pack", "good")
+    bad = tmp_path / "bad"
+    shutil.copytree(model, bad)
+    index = bad / "model.safetensors.index.json"
+    index.unlink()
+    if kind == "pipe":
+        os.mkfifo(index)
+    elif kind == "endless":
+        index.symlink_to("/dev/zero")
+    else:
+        index.write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    note_build(bad, "pack", "bad")
+    listed = {
+        Path(one["directory"]).name: one["runs"]
+        for one in json.loads(flashnext("list", "--json").stdout)["builds"]
+    }
+    assert listed == {"model": True, "bad": kind != "a name that no file has"}

@@ -1,5 +1,6 @@
 """Finding models: directories, Hub ids in the local cache, the demo; never the network."""
 
+import json
 import os
 from pathlib import Path
 
@@ -103,6 +104,30 @@ def test_a_reference_that_names_no_snapshot_finds_nothing(hub):
     (hub / "models--org--name" / "refs" / "main").write_bytes(b"\xff\0../..")
     with pytest.raises(CommandError, match="No such model"):
         find_model("org/name")
+
+
+@pytest.mark.parametrize("text", ["../../../../elsewhere", "a\0b", "x" * 5000, "", "..", "nobody"])
+def test_a_reference_that_is_no_commit_is_mended_by_pulling(hub, text):
+    add(hub, "org/model", main=text)
+    (hub.parent / "elsewhere").mkdir()
+    (hub.parent / "elsewhere/config.json").write_text("{}")
+    with pytest.raises(CommandError, match="No such model on this machine: org/model") as refused:
+        find_model("org/model")
+    assert refused.value.hint == "what the cache has of it names no commit; flashnext pull org/model mends it"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "a name that no file has"])
+def test_an_index_that_is_none_stops_nobody(hub, kind):
+    snapshot = add(hub, "org/model")
+    index = snapshot / "model.safetensors.index.json"
+    if kind == "pipe":
+        os.mkfifo(index)
+        assert find_model("org/model").directory == snapshot
+        return
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(CommandError, match="not complete: 1 of 1 data files") as refused:
+        find_model("org/model")
+    assert len(refused.value.message) < 300
 
 
 def test_a_half_downloaded_model_is_not_found(hub):

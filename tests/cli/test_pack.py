@@ -61,11 +61,35 @@ def test_folders_that_are_not_copied_are_named(source, tmp_path):
     made = flashnext("pack", model, tmp_path / "pack", "--no-golden")
     line = next(line for line in made.stdout.splitlines() if line.startswith("left "))
     names, command = line.removeprefix("left").strip().split(": ")
+    assert "cp -R -- " in command
     assert (names, made.exit_code) == ("draft, near", 0)
     subprocess.run(shlex.split(command), check=True)
     assert {path.name for path in (tmp_path / "pack").iterdir() if path.is_dir()} == {"draft", "near"}
     again = json.loads(flashnext("pack", source, tmp_path / "other", "--no-golden", "--json").stdout)
     assert again["left"] == []
+
+
+def test_lines_to_copy_are_words_of_a_shell_whatever_folders_are_called(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(source, "-model")
+    for name in ("it's $HOME", "new\nnext       rm -rf x", "\xe4", ".cache", "-draft"):
+        (Path("-model") / name).mkdir()
+    out = "a\npack"
+    made = flashnext("pack", "--no-golden", "--", "-model", out)
+    assert made.exit_code == 0, made.output
+    assert len(made.stdout.splitlines()) == 7, made.stdout
+    lines = dict(line.split(maxsplit=1) for line in made.stdout.splitlines())
+    assert lines["next"] == "flashnext run --model $'a\\x0apack'"
+    copy = lines["left"].split(": ", 1)[1]
+    subprocess.run(["bash", "-c", copy], check=True)
+    kept = {path.name for path in Path(out).iterdir() if path.is_dir()}
+    assert kept == {"it's $HOME", "new\nnext       rm -rf x", "\xe4", "-draft"}
+
+
+def test_a_pack_inside_its_model_is_not_among_what_was_left(source, tmp_path):
+    shutil.copytree(source, tmp_path / "model")
+    made = flashnext("pack", tmp_path / "model", tmp_path / "model/pack", "--no-golden", "--json")
+    assert json.loads(made.stdout)["left"] == []
 
 
 def test_damage_is_listed_with_exit_code_5(source, tmp_path):

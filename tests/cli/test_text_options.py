@@ -1,6 +1,7 @@
 """Tools, thinking and effort on the command line: what the template is told, and what people are told."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,19 @@ def test_preserve_thinking_passes_through(cli):
 def test_text_that_is_sent_as_it_is_has_no_header(cli):
     start = json.loads(cli.run("hello", "--ignore-chat-template", "--json").stdout)
     assert start["prompt"] is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "too large"])
+def test_tools_that_are_no_file_are_refused_and_not_waited_for(cli, tmp_path, kind):
+    (cli.checkpoint / "chat_template.jinja").write_text(WITH_TOOLS)
+    path = tmp_path / "tools.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as stream:
+            stream.truncate(2 << 30)
+    result = cli.run("hello", "--tools", str(path))
+    assert result.exit_code == 2
+    assert "Cannot read --tools: " in result.stderr

@@ -30,7 +30,7 @@ from expert_store.pack import VERSION, read_manifest, record_name, record_tensor
 from expert_store.safetensors_index import INDEX_NAME, read_tensor_table
 from expert_store.source import ByteSource, FileSource
 from mlx_flashnext.checkpoint import inspect_checkpoint, open_checkpoint
-from mlx_flashnext.errors import ModelError
+from mlx_flashnext.errors import DocumentCorrupt, ModelError
 from mlx_flashnext.packing import pack_checkpoint, verify_pack
 from tests.tiny.checkpoints import build_mlx
 from tests.tiny.packs import contents, edit_manifest, flip
@@ -193,6 +193,84 @@ def test_a_journal_that_is_a_link_is_not_followed(source, tmp_path):
     with pytest.raises(WriteFailed):
         pack_checkpoint(source, tmp_path / "pack")
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_journal_that_is_a_pipe_is_not_waited_for(source, tmp_path):
+    os.mkfifo(tmp_path / "pack.journal")
+    with pytest.raises(TargetRefused, match="Not a regular file"):
+        pack_checkpoint(source, tmp_path / "pack")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_what_lies_where_a_file_is_to_be_is_replaced_and_not_written_to(source, whole, tmp_path, kind):
+    target, precious = tmp_path / "pack", tmp_path / "precious"
+    assert work(source, target, 200).returncode == -9
+    precious.write_text("mine")
+    for name in ("other-001.safetensors", "tokenizer.json"):
+        place = tmp_path / "pack.partial" / name
+        place.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(place)
+        else:
+            place.symlink_to(precious if kind == "link" else tmp_path / "nowhere")
+    pack_checkpoint(source, target)
+    assert contents(target) == contents(whole)
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def _worse(line: dict, change: str) -> dict:
+    digests = list(line["digests"])
+    if change == "another digest":
+        digests[0] = ("0" if digests[0][0] != "0" else "1") + digests[0][1:]
+    return {**line, "digests": {"no digests": [], "fewer digests": digests[:-1]}.get(change, digests)}
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("change", ["another digest", "no digests", "fewer digests"])
+def test_a_damaged_line_of_the_journal_is_not_believed(source, whole, tmp_path, change, is_sealed):
+    """Its digests would go into the manifest. A forger's seal is right; what it vouches for is not."""
+    target, journal = tmp_path / "pack", tmp_path / "pack.journal"
+    assert work(source, target, 200).returncode == -9
+    lines = journal.read_bytes().splitlines()
+    assert len(lines) > 1
+    finished = msgspec.convert(_worse(msgspec.json.decode(lines[1]), change), staging._Finished)
+    lines[1] = msgspec.json.encode(finished.sealed() if is_sealed else finished)
+    journal.write_bytes(b"\n".join(lines) + b"\n")
+    if is_sealed and change == "another digest":
+        with pytest.raises(RecordCorrupt):
+            pack_checkpoint(source, target)
+        assert not target.exists()  # and the next run begins anew
+    pack_checkpoint(source, target)
+    assert contents(target) == contents(whole)
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_target_without_a_name_is_refused(source, name):
+    with pytest.raises(TargetRefused, match="has no name"):
+        pack_checkpoint(source, Path(name))
+
+
+def test_documents_that_are_links_out_of_the_model_are_not_published(tmp_path):
+    source = build_mlx(tmp_path / "model")
+    (tmp_path / "secret").write_text("a key")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointCorrupt, match=r"leaves the model folder: notes\.txt"):
+        pack_checkpoint(source, tmp_path / "pack")
+    assert left_over(tmp_path / "pack") == []
+    (source / "notes.txt").unlink()
+    (source / "notes.txt").symlink_to("config.json")  # one that stays is what a cache is made of
+    pack = pack_checkpoint(source, tmp_path / "pack").directory
+    assert (pack / "notes.txt").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_a_document_too_large_to_be_one_is_called_so(tmp_path):
+    source = build_mlx(tmp_path / "model")
+    with (source / "big.txt").open("wb") as stream:
+        stream.truncate(200 << 20)
+    with pytest.raises(DocumentCorrupt, match=r"big\.txt is no document: Larger than") as refused:
+        pack_checkpoint(source, tmp_path / "pack")
+    assert refused.value.hint == "move it out of the folder"
 
 
 def test_two_processes_do_not_write_one_pack(source, tmp_path):

@@ -59,3 +59,16 @@ def test_json_that_nests_without_end_is_refused(tmp_path: Path, name: str) -> No
     (tmp_path / name).write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(ModelError, match=name):
         READERS[name](tmp_path)
+
+
+def test_a_directory_is_named(tmp_path):
+    """The stream that would be made of it is called 3."""
+    with pytest.raises(IsADirectoryError) as refused:
+        read_regular(tmp_path)
+    assert refused.value.filename == str(tmp_path)
+    number = os.open(tmp_path, os.O_RDONLY)
+    os.close(number)
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+    assert os.open(tmp_path, os.O_RDONLY) == number, "nothing stays open"
+    os.close(number)
