@@ -37,12 +37,17 @@ OPENING = "opening the model"
 """What goes on until something can be counted."""
 _UNLIMITED = 10_000
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
-# C0 and C1 controls except tab and newline.
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+# C0 and C1 controls except tab and newline; what turns the direction of text round.
+_TURNING = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = {
+    **{code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))},
+    **{code: f"\\u{code:04x}" for code in _TURNING},
+}
+_IN_ONE_LINE = {**_VISIBLE, ord("\n"): "\\x0a"}
 
 
 def printable(text: str) -> str:
-    """Return text that cannot move a terminal's cursor or change its state."""
+    """Return text that cannot move a terminal's cursor, change its state, or turn what follows round."""
     return text.translate(_VISIBLE)
 
 
@@ -236,14 +241,16 @@ class Console:
                 self.note(f"a terminal of {max(map(len, whole.splitlines()))} columns shows this as a table")
 
     def line(self, text: str = "") -> None:
-        """Write a line of a report to stdout."""
-        _write(sys.stdout, printable(text) + "\n")
+        """Write a line of a report to stdout; what would begin another is made visible."""
+        _write(sys.stdout, text.translate(_IN_ONE_LINE) + "\n")
 
     def wrapped(self, text: str) -> None:
         """Write a sentence of a report to stdout; on a terminal no word is cut in two."""
+        lines = [text]
         if self.out_is_terminal:
-            text = textwrap.fill(printable(text), _terminal_width(), break_long_words=False)
-        self.line(text)
+            lines = textwrap.wrap(printable(text), _terminal_width(), break_long_words=False) or [""]
+        for line in lines:
+            self.line(line)
 
     def progress(
         self,

@@ -121,7 +121,8 @@ def describe(error: BaseException) -> Failure:
         codes = (_CODES[base.__name__] for base in type(error).__mro__ if base.__name__ in _CODES)
         return Failure(next(codes, FAILED), kind, error.message, error.hint)
     if isinstance(error, MemoryError):
-        return Failure(NOT_ENOUGH, kind, "The machine has no memory left", "ask for less with --memory")
+        hint = "close other programs, or ask for less"
+        return Failure(NOT_ENOUGH, kind, "The machine has no memory left", hint)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or kind
         message = reason if error.filename is None else f"{reason}: {error.filename}"

@@ -26,8 +26,9 @@ def publish(path: Path, data: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         beside.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # of a write the system does not say it
+    except BaseException as error:  # Ctrl-C as well: nothing is left beside
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # of a write the system does not say it
         # Where nothing can be written, nothing can be left either.
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ Invariants:
 from __future__ import annotations
 
 import heapq
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -227,7 +228,9 @@ class _OneSlot:
     """Memory that all slots of a layer share: nothing is ever written there."""
 
     def __init__(self, layouts: Mapping[int, RecordLayout]) -> None:
-        shared = memoryview(bytearray(max((one.record_bytes for one in layouts.values()), default=0)))
+        # Mapped and never touched: a record takes addresses and no memory.
+        most = max((one.record_bytes for one in layouts.values()), default=0)
+        shared = memoryview(mmap.mmap(-1, max(1, most)))
         self._views = {
             layer: [shared[:length] for length in layout.component_lengths]
             for layer, layout in layouts.items()

@@ -23,7 +23,7 @@ from cli.bench_speed import SpeedRequest, measure_speed
 from cli.console import OPENING, Console, as_json_value
 from cli.draft_report import draft_report, show_draft_report
 from cli.engine_factory import Services
-from cli.errors import FAILED, OK, CommandError, UsageProblem, describe
+from cli.errors import FAILED, INTERRUPTED, OK, CommandError, UsageProblem, describe
 from cli.interrupts import Interrupts
 from cli.model_path import find_model
 from cli.options import MemoryOptions, ModelOptions
@@ -167,8 +167,9 @@ def _draw_saved(console: Console, saved: Path, measured: BenchOptions) -> int:
     _check_read(measured, SAVED, "with --from-json")
     if measured.html is None:
         raise UsageProblem(f"Nothing reads --from-json without --html: {saved}", hint="--html FILE")
-    report = read_report(saved)
-    PagePlace(measured.html).publish(report)
+    with Interrupts():
+        report = read_report(saved)
+        PagePlace(measured.html).publish(report)
     console.note(f"page: {measured.html}")
     return OK
 
@@ -229,5 +230,8 @@ def _show(
     except CommandError as error:
         console.failure(describe(error))
         return error.code
+    except KeyboardInterrupt:
+        console.note("interrupted: the report is whole, there is no page of it")
+        return INTERRUPTED
     console.note(f"page: {place.path}")
     return OK

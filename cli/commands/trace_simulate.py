@@ -139,6 +139,11 @@ def simulate(
         )
     if not 0 <= acceptance <= 1:  # not a number compares false
         raise UsageProblem(f"--acceptance is a share: {acceptance:g}", hint="give a number from 0 to 1")
+    if acceptance != 1 and not any(wanted_widths):
+        raise UsageProblem(
+            f"Nothing reads --acceptance without --widths: {acceptance:g}",
+            hint="add --widths 2,4",
+        )
     budgets_asked = shares("--budgets", budgets)
     chosen_hints = words_of("--hints", hints, SIMULATED_HINTS)
     answers = _answers(context.obj, trace, model, has_sizes=experts is not None or record is not None)

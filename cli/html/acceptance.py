@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cli.html.charts import Axis, Point, Series, line_chart
 from cli.html.drawing import Picture, legend, line_swatch
 from cli.html.figures import Cell, plain, share
+from cli.html.reading import MOST_COLUMNS
 from cli.html.recall import percentage
 from cli.html.section import Section, figure
 from cli.html.tables import table
@@ -43,7 +44,7 @@ def acceptance(
     drawn = [one for one in drafters if any(value is not None for value in one.by_slot)]
     if not drawn:
         return None
-    width = max(len(one.by_slot) for one in rows)
+    width = min(MOST_COLUMNS, max(len(one.by_slot) for one in rows))
     picture = Picture(
         "p-acceptance",
         "Share of proposals accepted, by place in the block",
@@ -57,7 +58,7 @@ def acceptance(
             place,
             [
                 Point(float(slot), value, f"{one.name}, slot {slot}: {share(value)}")
-                for slot, value in enumerate(one.by_slot, start=1)
+                for slot, value in enumerate(one.by_slot[:width], start=1)
                 if value is not None
             ],
         )

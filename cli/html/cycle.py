@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cli.html.figures import several
-from cli.html.reading import Node
+from cli.html.reading import MOST_COLUMNS, Node
 
 PHASES: Final = {"draft": "propose", "verify": "head, verify", "commit": "commit", "observe": "take in"}
 
@@ -135,7 +135,7 @@ def cycle_of(variant: Node) -> Cycle | None:
         rows.append(Row(name, span, own_waits, own))
     ngram = tuple(read for read in reads if read.layer is None)
     if ngram:
-        rows = [_without(row, ngram) for row in rows]
+        rows = [_without_ngram(row) for row in rows]
         is_after = [layer is not None or name == PHASES["verify"] for name, layer, _ in spans]
         at = is_after.index(True) if True in is_after else len(rows)
         rows.insert(at, Row("n-gram", Span(0, 0), (), ngram))
@@ -145,11 +145,12 @@ def cycle_of(variant: Node) -> Cycle | None:
 def _spans(node: Node) -> list[tuple[str, int | None, Span]]:
     """Return the rows in order: what is before the layers, the layers, what is after them."""
     phases = {one["phase"].text: span for one in node["phases"].items if (span := _span(one)) is not None}
-    layers = [
-        (f"layer {layer}", layer, span)
-        for one in node["layers"].items
-        if (span := _span(one)) is not None and (layer := one["layer"].whole) is not None
-    ]
+    turns: dict[int, Span] = {}
+    for one in node["layers"].items:
+        span, layer = _span(one), one["layer"].whole
+        if span is not None and layer is not None:
+            turns.setdefault(layer, span)
+    layers = [(f"layer {layer}", layer, span) for layer, span in list(turns.items())[:MOST_COLUMNS]]
     found: list[tuple[str, int | None, Span]] = []
     for phase, name in PHASES.items():
         span = phases.get(phase)
@@ -167,8 +168,8 @@ def _is_first(spans: Sequence[tuple[str, int | None, Span]], place: int, at_ns: 
     return spans[place][2].holds(at_ns) and not any(span.holds(at_ns) for _, _, span in spans[:place])
 
 
-def _without(row: Row, reads: Sequence[Read]) -> Row:
-    return Row(row.name, row.span, row.waits, tuple(read for read in row.reads if read not in reads))
+def _without_ngram(row: Row) -> Row:
+    return Row(row.name, row.span, row.waits, tuple(read for read in row.reads if read.layer is not None))
 
 
 def _span(node: Node, start: str = "began_ns", end: str = "ended_ns") -> Span | None:

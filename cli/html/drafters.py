@@ -27,10 +27,10 @@ def name_of(one: Node) -> str:
     return f"{one['draft'].text} {tokens}" if tokens else "target-only"
 
 
-def fastest(known: Sequence[Node]) -> Node:
+def fastest(known: Sequence[Node], by: str = "tokens_per_s") -> Node:
     """Return the drafter of the highest rate; the oracle only where nothing else was measured."""
     drafters = [one for one in known if not _is_oracle(one)] or known
-    return max(drafters, key=lambda one: one["tokens_per_s"].number or 0.0)
+    return max(drafters, key=lambda one: one[by].number or 0.0)
 
 
 def rates(variants: Sequence[Node]) -> Section | None:
@@ -65,13 +65,15 @@ def rates(variants: Sequence[Node]) -> Section | None:
                 "waited, ms/token")  # fmt: skip
     best = fastest(known)
     said = f"Fastest: {name_of(best)} with {plain(best['tokens_per_s'].number)} tokens/s"
+    if best is not known[0]:
+        said += f", {name_of(known[0])} {plain(plain_rate)}"
     return Section(
         "rates",
         "What is said in a second",
         [
             "Every drafter gave the same answers, token by token, on the same weights and prompts; only the "
             "time differs. The governor is off, so a drafter that does not pay is seen not to pay.",
-            f"{said}, target-only {plain(plain_rate)}.",
+            f"{said}.",
             *(
                 f"{name_of(one)} is no drafter: it proposes what a recorded run said, "
                 "the most that a drafter of so many proposals could bring."
@@ -111,15 +113,16 @@ def phases(variants: Sequence[Node]) -> Section | None:
     known = [one for one in variants if one["costs"]["verify_ns"].members]
     if not known:
         return None
+    drawn = [one for one in known if _verified(one) is not None]
     picture = Picture(
         "p-phases",
         "Phases of a cycle by drafter",
         "A bar for every drafter, divided into proposing, verifying, committing and taking in.",
         "t-phases",
     )
-    across = ticks(max(sum(value for _, _, value in _parts(one)) for one in known) / 1e6)
+    across = ticks(max((sum(value for _, _, value in _parts(one)) for one in drawn), default=0.0) / 1e6)
     y = 4.0
-    for one in known:
+    for one in drawn:
         parts = _parts(one)
         total_ms = sum(value for _, _, value in parts) / 1e6
         told = f"{name_of(one)}: {total_ms:.2f} ms for {_tokens_when_proposing(one)}"
@@ -205,16 +208,24 @@ def _rate_cells(one: Node) -> list[Value]:
 
 
 def _verified(one: Node) -> float | None:
-    """Return what its usual block takes to verify: of the most rows that were common, else of one."""
+    """Return what verifying a proposal's block takes, a row where nobody proposes; None if not known."""
     costs = one["costs"]
-    rows = costs["verify_rows"].text or "1"
-    return costs["verify_ns"][rows].number
+    if not one["num_draft_tokens"].whole or not one["proposing_share"].number:
+        return costs["verify_ns"]["1"].number
+    if costs["verify_rows"].whole is not None:
+        return costs["verify_ns"][costs["verify_rows"].text].number
+    # No block was common enough for a median of its own: the widest that there was.
+    measured = costs["verify_ns"].members
+    blocks = {int(rows): value.number for rows, value in measured if rows.isdecimal() and len(rows) < 10}
+    widest = max(blocks, default=1)
+    return blocks[widest] if widest > 1 else None
 
 
 def _tokens_when_proposing(one: Node) -> str:
     tokens, proposing = one["tokens_per_cycle"].number, one["proposing_share"].number
     if tokens is None or not proposing:
-        return f"{plain(tokens)} tokens"
+        told = f"{plain(tokens)} tokens"
+        return f"{told}: it never proposed" if one["num_draft_tokens"].whole and proposing == 0 else told
     # A cycle without a proposal says one token.
     told = f"{plain((tokens - (1.0 - proposing)) / proposing)} tokens"
     return told if proposing > 0.995 else f"{told}, in {share(proposing)} of cycles"

@@ -12,7 +12,7 @@ from cli.html.markup import Html
 from cli.html.reading import Node
 from cli.html.section import Section, figure
 from cli.html.tables import Value, folded, table
-from cli.html.variants import Variant
+from cli.html.variants import Variant, names_among
 
 FATES: Final = (
     ("in_time", "in time", "ready before it was wanted"),
@@ -38,7 +38,7 @@ def ticket_fates(variants: Sequence[Variant]) -> Section | None:
         return None
     headings = ("row", "class", "issued", *(name for _, name, _ in FATES))
     keys = [(swatch(f"fate-{key}"), f"{name}: {what}") for key, name, what in FATES]
-    outcomes = list(dict.fromkeys(name for one in known for name, _ in one.node["hints"].members))
+    outcomes = names_among(known, "hints")
     body = [
         figure(
             legend(keys),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cli.html.figures import Cell, ms
 from cli.html.section import Section
 from cli.html.tables import Value, table
-from cli.html.variants import Variant
+from cli.html.variants import Variant, names_among
 
 
 def wait_by_layer(variants: Sequence[Variant]) -> Section | None:
@@ -15,7 +15,7 @@ def wait_by_layer(variants: Sequence[Variant]) -> Section | None:
     known = [one for one in variants if one.node["layers"].members]
     if not known:
         return None
-    layers = list(dict.fromkeys(name for one in known for name, _ in one.node["layers"].members))
+    layers = names_among(known, "layers")
     rows: list[list[Value]] = [
         [one.name, *(ms(one.node["layers"][layer]["exposed_wait_ns"].number) for layer in layers)]
         for one in known

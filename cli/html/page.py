@@ -34,6 +34,12 @@ TITLES: Final[Mapping[str, str]] = {
     "flashnext-draft-report": "What each drafter costs and brings",
 }
 """Formats of reports that there are pages of."""
+VERSIONS: Final[Mapping[str, int]] = {
+    "flashnext-ssd-wait": 3,
+    "flashnext-predictors": 1,
+    "flashnext-draft-report": 1,
+}
+"""The latest of each; earlier ones lack parts, which are left out."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 Tile = tuple[str, str]
@@ -143,13 +149,13 @@ def _predictors(report: Node) -> tuple[list[Tile], list[Section | None], list[st
 
 
 def _drafts(report: Node) -> tuple[list[Tile], list[Section | None], list[str]]:
-    variants = report["variants"].items
+    variants = report["variants"].rows
     left_out = [f"Left out: {one['draft'].text}: {one['why'].text}" for one in report["left_out"].items]
     known = [one for one in variants if one["tokens_per_s"].number is not None]
     tiles: list[Tile] = []
     if known:
         best = fastest(known)
-        most = max(known, key=lambda one: one["tokens_per_cycle"].number or 0.0)
+        most = fastest(known, "tokens_per_cycle")
         tiles = [
             ("target-only, tokens a second", str(plain(known[0]["tokens_per_s"].number))),
             (f"fastest: {name_of(best)}, tokens a second", str(plain(best["tokens_per_s"].number))),

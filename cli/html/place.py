@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from cli.errors import DAMAGED, INCOMPATIBLE, CommandError, UsageProblem, code_of, code_of_reading
-from cli.html.page import GENERATOR, TITLES, render_page
+from cli.html.page import GENERATOR, TITLES, VERSIONS, render_page
 from cli.html.reading import Node
 from cli.settings import expanded
 from expert_store.published import check_place, publish
@@ -118,6 +118,13 @@ def read_report(path: Path) -> Mapping[str, Any]:
         raise CommandError(
             f"There is no page of this document: {path}: format {told}",
             hint=f"there are pages of {', '.join(TITLES)}",
+            code=INCOMPATIBLE,
+        )
+    version = node["version"].number
+    if version is not None and version > VERSIONS[name]:
+        raise CommandError(
+            f"{path} has version {version:g} of {name}, this program reads up to {VERSIONS[name]}",
+            hint="upgrade flashnext, or measure again",
             code=INCOMPATIBLE,
         )
     return cast("Mapping[str, Any]", document)

@@ -8,7 +8,7 @@ from typing import Final
 from cli.html.charts import Axis, Point, Series, line_chart
 from cli.html.drawing import Picture, legend, line_swatch
 from cli.html.figures import count, ms, several, share, size
-from cli.html.reading import Node
+from cli.html.reading import MOST_COLUMNS, Node
 from cli.html.recall import percentage, unit_for
 from cli.html.section import Section, figure
 from cli.html.tables import Value, table
@@ -21,7 +21,7 @@ AT: Final = 2
 def recall_by_bytes(report: Node) -> Section | None:
     """Return recall against what a predictor may read; None without figures."""
     figures = [
-        one for one in report["figures"].items if any(value is not None for value in one["recall"].numbers)
+        one for one in report["figures"].rows if any(value is not None for value in one["recall"].numbers)
     ]
     sizes = report["sizes"].numbers
     if not figures or not sizes:
@@ -85,10 +85,10 @@ def recall_by_bytes(report: Node) -> Section | None:
 
 def recall_by_place(report: Node) -> Section | None:
     """Return recall by layer and by row of the block; None without figures."""
-    figures = [one for one in report["figures"].items if one["by_layer"].items]
+    figures = [one for one in report["figures"].rows if one["by_layer"].items]
     if not figures:
         return None
-    layers = [node.text for node in report["layers"].items]
+    layers = [node.text for node in report["layers"].items[:MOST_COLUMNS]]
     num_rows, num_kept = report["num_rows"].numbers, report["num_kept"].numbers
     rows = [place for place, number in enumerate(num_rows) if number]
     by_layer: list[list[Value]] = [
@@ -129,7 +129,7 @@ def recall_by_place(report: Node) -> Section | None:
 
 def in_service(report: Node) -> Section | None:
     """Return what each source of hints brought, with the same bytes allowed; None without any."""
-    served = report["served"].items
+    served = report["served"].rows
     if not served:
         return None
     rows: list[list[Value]] = []

@@ -12,8 +12,14 @@ from typing import Any, Final, cast
 MOST_ITEMS: Final = 4096
 """Items of one list that are shown: more than any run has rows, layers or reads of a cycle."""
 
+MOST_ROWS: Final = 512
+MOST_COLUMNS: Final = 128
+"""Of a table: each is more than a sweep has rows or a model layers, and their product is still a page."""
+
 MOST: Final = 1e18
 """The largest number that is shown: nanoseconds of thirty years, or an exabyte. Sums of such stay finite."""
+LEAST: Final = 1e-100
+"""What is nearer to nothing is nothing. Ratios of what is left stay finite."""
 
 
 def exactly(value: float) -> str:
@@ -49,6 +55,8 @@ class Node:
             number = float(value)
         except OverflowError:
             return None
+        if 0 < abs(number) < LEAST:
+            return 0.0
         return number if abs(number) <= MOST else None  # False for what is no number
 
     @property
@@ -76,6 +84,11 @@ class Node:
         if not isinstance(self.value, list | tuple):
             return []
         return [Node(item) for item in cast("Sequence[Any]", self.value)[:MOST_ITEMS]]
+
+    @property
+    def rows(self) -> list[Node]:
+        """Return the items of a list, no more than a table shows rows."""
+        return self.items[:MOST_ROWS]
 
     @property
     def members(self) -> list[tuple[str, Node]]:

@@ -97,7 +97,8 @@ def _waits(one: Variant) -> str:
     told += f"({share(ratio_of(waits, took))}) compute stands still for records."
     causes = {text: one.node["waits"][key].number or 0.0 for key, text in CAUSES}
     largest = max(causes, key=lambda text: causes[text])
-    return f"{told} Most of it, {ms(causes[largest])} ms, is put down to: {largest}."
+    part = "Most of it" if causes[largest] > waits / 2 else "The largest part of it"
+    return f"{told} {part}, {ms(causes[largest])} ms, is put down to: {largest}."
 
 
 def _times(one: Variant) -> list[Value]:

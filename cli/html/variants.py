@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cli.html.figures import UNKNOWN
-from cli.html.reading import Node
+from cli.html.reading import MOST_COLUMNS, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Variant:
 def variants_of(report: Node) -> list[Variant]:
     """Return the rows of a report of format flashnext-ssd-wait."""
     num_experts = report["conditions"]["num_experts"].whole
-    return [_variant(node, num_experts) for node in report["variants"].items]
+    return [_variant(node, num_experts) for node in report["variants"].rows]
 
 
 def draft_name(kind: str, num_tokens: int | None) -> str:
@@ -55,6 +55,12 @@ def draft_name(kind: str, num_tokens: int | None) -> str:
 def drafts_among(variants: Sequence[Variant]) -> list[str]:
     """Return the drafters, each once, in the order of the rows."""
     return list(dict.fromkeys(one.draft for one in variants))
+
+
+def names_among(variants: Sequence[Variant], key: str) -> list[str]:
+    """Return what the objects of some rows have, in the order in which it comes up; no more than columns."""
+    names = dict.fromkeys(name for one in variants for name, _ in one.node[key].members)
+    return list(names)[:MOST_COLUMNS]
 
 
 def hints_among(variants: Sequence[Variant]) -> list[str]:

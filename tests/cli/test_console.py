@@ -86,6 +86,13 @@ def test_text_that_could_drive_a_terminal_is_made_visible():
     assert printable("a\x1b[2J\r\x00\x9bz\t\n\u20ac") == "a\\x1b[2J\\x0d\\x00\\x9bz\t\n\u20ac"
 
 
+def test_text_cannot_turn_round_what_follows_nor_begin_a_line_of_a_report(capsys):
+    assert printable("a\u202eb\u2066c") == "a\\u202eb\\u2066c"
+    assert printable("\u05d0\u200f") == "\u05d0\u200f", "what Hebrew needs stays"
+    Console().line("machine  a\nflashnext: done")
+    assert capsys.readouterr().out == "machine  a\\x0aflashnext: done\n"
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0

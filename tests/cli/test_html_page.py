@@ -250,6 +250,65 @@ def test_the_bar_of_a_cycle_that_proposes_is_told_with_the_tokens_of_such_cycles
         assert [after for before, after in told.items() if before.startswith("dflash2")] == [words]
 
 
+def test_a_bar_of_a_cycle_has_what_verifying_took_or_is_not_drawn(runs):
+    def told(**changes: Any) -> list[str]:
+        document = copy.deepcopy(runs["draft"][0])
+        own = next(one for one in document["variants"] if one["draft"] == "dflash2")
+        own |= {"tokens_per_cycle": 2.0, "proposing_share": 1.0} | changes
+        own["costs"] |= {"draft_ns": 3e6, "commit_ns": 1e6, "observe_ns": 2e6} | changes.get("costs", {})
+        texts = [text.text for text in read(render_page(document)).all("text")]
+        return [text.split(": ", 1)[1] for text in texts if " ms for " in text and "dflash2" in text]
+
+    blocks = {"1": 20e6, "3": 30e6, "10": 40e6}
+    assert told(costs={"verify_ns": blocks, "verify_rows": 3}) == ["36.00 ms for 2.00 tokens"]
+    # None of them was common: the widest.
+    assert told(costs={"verify_ns": blocks, "verify_rows": None}) == ["46.00 ms for 2.00 tokens"]
+    assert told(costs={"verify_ns": {"1": 20e6}, "verify_rows": None}) == []
+    assert told(costs={"verify_ns": {"9" * 5000: 20e6}, "verify_rows": None}) == []
+    never = {"tokens_per_cycle": 1.0, "proposing_share": 0.0}
+    assert told(**never, costs={"verify_ns": {"1": 20e6}, "verify_rows": None, "draft_ns": None}) == [
+        "23.00 ms for 1.00 tokens: it never proposed"
+    ]
+
+
+def test_most_of_a_wait_is_more_than_half_of_it(runs):
+    document = copy.deepcopy(runs["ssd-wait"][0])
+    for one in document["variants"]:
+        one["exposed_wait_ns"] = 10e6
+        one["waits"] = {**dict.fromkeys(one["waits"], 3e6), "evicted": 4e6}
+    assert "The largest part of it, 4.00 ms, is put down to: evicted." in render_page(document)
+    for one in document["variants"]:
+        one["waits"]["evicted"] = 6e6
+    assert "Most of it, 6.00 ms, is put down to: evicted." in render_page(document)
+
+
+def test_a_small_report_cannot_make_a_large_page(runs):
+    """Rows times columns: 4,096 of each come to a gigabyte."""
+    draft, waits = copy.deepcopy(runs["draft"][0]), copy.deepcopy(runs["ssd-wait"][0])
+    own = draft["variants"][-1]
+    own["acceptance_by_slot"] = [0.5] * 4096
+    draft["variants"] = [own] + [{"num_draft_tokens": 1, "acceptance_by_slot": [1]}] * 4000
+    waits["variants"] = [
+        {"layers": {f"{row}-{layer}": {"exposed_wait_ns": 1.0} for layer in range(64)},
+         "hints": {f"h{row}": 1}, "books": {"classes": {"near": {}}}}
+        for row in range(600)
+    ]  # fmt: skip
+    for document in (draft, waits):
+        page = render_page(document)
+        tables = read(page).all("table")
+        assert max(len(table.all("tr")) for table in tables) <= 1 + 512
+        assert max(len(table.all("tr")[0].all("th")) for table in tables) <= 128 + 5
+        assert len(page) < 16 << 20
+
+
+def test_a_layer_that_a_report_names_again_and_again_has_one_turn(runs):
+    document = copy.deepcopy(runs["ssd-wait"][0])
+    one = next(one for one in document["variants"] if one["cycle"]["reads"])
+    usual = len(re.findall("<rect", render_page({**document, "variants": [one]})))
+    one["cycle"]["layers"] = [layer for layer in one["cycle"]["layers"] for _ in range(50)]
+    assert len(re.findall("<rect", render_page({**document, "variants": [one]}))) == usual
+
+
 def test_bars_of_guesses_say_how_many_served_in_few_words(runs):
     document, page = runs["ssd-wait"]
     shown = [text.text for text in read(page).all("text")]
@@ -341,7 +400,9 @@ def mapped(document: Any, change: Callable[[Any], Any], *, keep: str = "") -> An
     return change(document)
 
 
-@pytest.mark.parametrize("number", [0, -1, 1e300, -1e300, math.nan, math.inf, None, "many", True, 10**400])
+@pytest.mark.parametrize(
+    "number", [0, -1, 1e300, -1e300, math.nan, math.inf, None, "many", True, 10**400, 5e-324, 2e-323, 1e-317]
+)
 def test_numbers_that_no_run_would_have_make_a_page_all_the_same(run, number):
     document, _ = run
 

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from cli.commands import bench
 from cli.engine_factory import Services
 from cli.html import place
-from cli.html.page import render_page
+from cli.html.page import VERSIONS, render_page
 from cli.html.place import PagePlace
 from cli.tree import app
+from expert_store import published
+from mlx_flashnext.reports import draft_report, predictor_report, ssd_wait
 
 REPORT = {"format": "flashnext-ssd-wait", "version": 3, "conditions": {"model": "tiny"}, "variants": []}
 
@@ -121,6 +123,8 @@ def test_a_saved_report_becomes_the_page_it_would_have_been(folder, saved):
         ("[]", 3, "There is no page of this document"),
         ('{"format": "flashnext-bench"}', 3, "format 'flashnext-bench'"),
         ('{"format": ["flashnext-ssd-wait"]}', 3, "format none"),
+        ('{"format": "flashnext-ssd-wait", "version": 4}', 3, "version 4 of flashnext-ssd-wait"),
+        ('{"format": "flashnext-draft-report", "version": 2}', 3, "reads up to 1"),
     ],
 )
 def test_what_is_no_report_is_refused_and_leaves_no_page(folder, text, code, message):
@@ -187,3 +191,40 @@ def test_what_was_measured_is_printed_though_the_page_cannot_be_written(folder, 
     assert json.loads(result.stdout) == REPORT
     assert result.stderr.startswith(f"error: Cannot write {page}: No space left on device")
     assert not page.exists()
+
+
+def test_versions_are_those_that_reports_have():
+    assert VERSIONS == {
+        "flashnext-ssd-wait": ssd_wait.VERSION,
+        "flashnext-predictors": predictor_report.VERSION,
+        "flashnext-draft-report": draft_report.VERSION,
+    }
+
+
+def test_a_report_that_was_printed_stays_one_document_when_its_page_is_interrupted(folder, monkeypatch):
+    page = folder / "page.html"
+
+    class Measured:
+        def to_dict(self) -> dict[str, object]:
+            return REPORT
+
+    def pressed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(published.os, "fsync", pressed)
+    monkeypatch.setattr(bench, "ssd_wait_report", lambda *_: Measured())
+    result = flashnext("bench", "--report", "ssd-wait", "--json", "--html", page, services=Services())
+    assert result.exit_code == 130
+    assert json.loads(result.stdout) == REPORT
+    assert result.stderr == "interrupted: the report is whole, there is no page of it\n"
+    assert list(folder.iterdir()) == []
+
+
+def test_an_interrupted_page_of_a_saved_report_leaves_nothing(folder, saved, monkeypatch):
+    def pressed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(published.os, "fsync", pressed)
+    result = flashnext("bench", "--from-json", saved, "--html", folder / "page.html")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert list(folder.iterdir()) == [saved]

@@ -112,6 +112,7 @@ def test_sizes_may_be_told_instead_of_a_model(model, traces):
         (("--widths", "-1"), 2, "'-1'"),
         (("--acceptance", "nan"), 2, "--acceptance is a share: nan"),
         (("--acceptance", "1.5"), 2, "--acceptance is a share: 1.5"),
+        (("--acceptance", "0.5"), 2, "Nothing reads --acceptance without --widths: 0.5"),
         (("--warm", "99"), 2, "12 blocks are too few to leave out the first 99"),
         (("--warm", "1,2"), 2, "--warm takes one number: 1,2"),
         (("--experts", "8"), 2, "--experts and --record go together"),

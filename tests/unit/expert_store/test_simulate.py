@@ -2,6 +2,7 @@
 
 import random
 
+import psutil
 import pytest
 
 from expert_store.errors import CheckpointCorrupt, StoreError, WorkerDied
@@ -291,6 +292,15 @@ def test_a_clock_that_would_go_back_is_seen(monkeypatch):
         with pytest.raises(AssertionError, match="go back"):
             simulated.store.acquire(0, [1])
         monkeypatch.undo()
+
+
+def test_a_large_record_takes_no_memory():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    layouts = plain_layouts(dict.fromkeys(range(2), 4), 1 << 30)
+    with Simulated.open(layouts, Drive(1e9), slots=dict.fromkeys(layouts, 2)) as simulated:
+        simulated.store.acquire(0, [1, 2]).release()
+        assert process.memory_info().rss - before < 64 << 20
 
 
 def test_what_no_drive_is_is_refused():
