@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_flashnext.reports import page_cache
 from mlx_flashnext.reports.page_cache import MOST_CACHED, cached_share, prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux drops pages without privileges")
@@ -47,3 +48,21 @@ def test_a_look_does_not_find_what_it_fetched_itself(clean: Path) -> None:
     small.write_bytes(os.urandom(16 << 12))
     assert prepare([small], "cold").cached_share == 0
     assert prepare([small], "warm").cached_share == 1
+
+
+def test_pages_that_stayed_are_dropped_again(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice may be refused for a moment, for all of a small file; where it always is, that is said."""
+    honest, asked = page_cache.drop, []
+
+    def busy(path: Path) -> None:
+        asked.append(path)
+        if len(asked) > 2:
+            honest(path)
+
+    monkeypatch.setattr(page_cache, "drop", busy)
+    prepare([clean], "warm")
+    assert prepare([clean], "cold").cached_share == 0
+    assert len(asked) == 3
+    monkeypatch.setattr(page_cache, "drop", lambda _: None)
+    prepare([clean], "warm")
+    assert prepare([clean], "cold").cached_share == 1
