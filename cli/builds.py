@@ -15,6 +15,7 @@ import msgspec
 
 from cli.cached import trouble_of
 from cli.settings import builds
+from expert_store.published import publish
 
 FORMAT: Final = "flashnext-build"
 VERSION: Final = 1
@@ -54,14 +55,7 @@ def note_build(directory: Path, kind: Kind, source: str) -> None:
     note = _Note(FORMAT, VERSION, kind, str(place), source)
     path = builds() / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, UnicodeEncodeError):  # a path of stray bytes has no JSON
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            fresh.write_bytes(msgspec.json.encode(note))
-            fresh.replace(path)
-        except OSError:
-            fresh.unlink(missing_ok=True)
-            raise
+        publish(path, msgspec.json.encode(note))
 
 
 def noted_builds() -> list[Build]:

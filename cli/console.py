@@ -226,6 +226,7 @@ class Console:
                 console.print(table)
             return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
+        self.end_progress()
         whole = drawn(_UNLIMITED)
         if _words(drawn(width)) == _words(whole):
             _write(sys.stdout, drawn(width, has_colour=self._out_has_colour))
@@ -242,6 +243,7 @@ class Console:
 
     def line(self, text: str = "") -> None:
         """Write a line of a report to stdout; what would begin another is made visible."""
+        self.end_progress()
         _write(sys.stdout, text.translate(_IN_ONE_LINE) + "\n")
 
     def wrapped(self, text: str) -> None:

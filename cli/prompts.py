@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from cli.console import Console
 from cli.errors import UsageProblem
@@ -20,9 +20,6 @@ from cli.options import PromptOptions
 from drafter.files import naming
 
 MAX_TOOLS_BYTES = 16 << 20
-
-if TYPE_CHECKING:
-    pass
 
 Message = Mapping[str, str]
 # Variables the caller of a template always sets itself.

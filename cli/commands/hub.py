@@ -10,7 +10,7 @@ import typer
 
 from cli.builds import Build, noted_builds
 from cli.cached import CachedModel, partial_bytes, scan
-from cli.console import Console, counted, size
+from cli.console import Console, counted, shell_word, size
 from cli.engine_factory import Services
 from cli.errors import INCOMPATIBLE, INTERRUPTED, NOT_ENOUGH, OK, CommandError, UsageProblem, describe
 from cli.hub import SPARE_BYTES, Listing, parse_name, repo_folder
@@ -129,7 +129,9 @@ def remove(
     """
     whole = _whole_name(repo)
     if (repo.startswith(("/", "./", "../", "~")) or "/" not in repo) and expanded(repo).is_dir():
-        raise UsageProblem(f"A directory of your own, none of the cache: {repo}", hint=f"rm -r {repo}")
+        raise UsageProblem(
+            f"A directory of your own, none of the cache: {repo}", hint=f"rm -r {shell_word(repo)}"
+        )
     name, revision = parse_name(whole)
     folder = repo_folder(name)
     if not folder.is_dir():

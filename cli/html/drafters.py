@@ -27,8 +27,8 @@ def name_of(one: Node) -> str:
     return f"{one['draft'].text} {tokens}" if tokens else "target-only"
 
 
-def fastest(known: Sequence[Node], by: str = "tokens_per_s") -> Node:
-    """Return the drafter of the highest rate; the oracle only where nothing else was measured."""
+def best_drafter(known: Sequence[Node], by: str = "tokens_per_s") -> Node:
+    """Return the drafter with the most of a figure; the oracle only where nothing else was measured."""
     drafters = [one for one in known if not _is_oracle(one)] or known
     return max(drafters, key=lambda one: one[by].number or 0.0)
 
@@ -63,7 +63,7 @@ def rates(variants: Sequence[Node]) -> Section | None:
     _axis(picture, across, y, "tokens a second")
     headings = ("drafter", "tokens/s", "from", "to", "over target-only", "prefill, ms/token", "read a token",
                 "waited, ms/token")  # fmt: skip
-    best = fastest(known)
+    best = best_drafter(known)
     said = f"Fastest: {name_of(best)} with {plain(best['tokens_per_s'].number)} tokens/s"
     if best is not known[0]:
         said += f", {name_of(known[0])} {plain(plain_rate)}"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from cli.html.acceptance import Accepted, acceptance
 from cli.html.budget import wait_against_budget
 from cli.html.conditions import conditions, notice
-from cli.html.drafters import accepted, fastest, memory, name_of, phases, rates
+from cli.html.drafters import accepted, best_drafter, memory, name_of, phases, rates
 from cli.html.fates import ticket_fates
 from cli.html.figures import UNKNOWN, ms, plain, share, size, total
 from cli.html.layers import wait_by_layer
@@ -154,8 +154,8 @@ def _drafts(report: Node) -> tuple[list[Tile], list[Section | None], list[str]]:
     known = [one for one in variants if one["tokens_per_s"].number is not None]
     tiles: list[Tile] = []
     if known:
-        best = fastest(known)
-        most = fastest(known, "tokens_per_cycle")
+        best = best_drafter(known)
+        most = best_drafter(known, "tokens_per_cycle")
         tiles = [
             ("target-only, tokens a second", str(plain(known[0]["tokens_per_s"].number))),
             (f"fastest: {name_of(best)}, tokens a second", str(plain(best["tokens_per_s"].number))),

@@ -13,6 +13,7 @@ from cli.builds import note_build, noted_builds
 from cli.engine_factory import Services
 from cli.settings import builds
 from cli.tree import app
+from expert_store import published
 from tests.tiny.checkpoints import build_hf, build_mlx
 
 
@@ -97,13 +98,10 @@ def test_rm_says_how_to_delete_a_directory_of_ones_own(model):
 
 
 def test_a_full_disk_leaves_no_half_note(tmp_path, model, monkeypatch):
-    honest = Path.write_bytes
-
-    def full(path: Path, data: bytes) -> int:
-        honest(path, data[:10])
+    def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(published.os, "fsync", full)
     note_build(model, "pack", "x")
     assert list(builds().iterdir()) == []
 

@@ -175,6 +175,21 @@ def test_what_is_over_within_a_moment_draws_nothing(at_terminal, capsys, monkeyp
     console.end_progress()
 
 
+@pytest.mark.parametrize(
+    "say", [lambda console: console.line("made"), lambda console: console.table(("a",), [("b",)])]
+)
+def test_what_is_reported_ends_the_progress_line(at_terminal, capsys, say):
+    """A command that opens a model and forgets to say that it is open would write behind what goes on."""
+    console = Console()
+    console.progress("opening the model", 0, 0)
+    at_terminal.now += 2
+    console.progress("opening the model", 0, 0)
+    assert capsys.readouterr().err.endswith("opening the model")
+    say(console)
+    assert capsys.readouterr().err == "\r\x1b[K"
+    assert console._first_line is None
+
+
 def test_progress_never_wraps(at_terminal, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     console = Console()

@@ -437,7 +437,9 @@ def test_parts_that_are_missing_or_something_else_are_left_out(run):
             del parent[place[-1]]
         else:
             parent[place[-1]] = draws.choice([None, math.nan, "x", -1, [], {}, [[1]], {"a": 1}, True])
-        read(render_page(changed))
+        assert read(render_page(changed)).all("h1"), (
+            "read is strict: whatever is left out, the rest is a page"
+        )
 
 
 def test_a_report_of_nothing_but_its_format_makes_a_page_that_says_so_little():

@@ -428,6 +428,19 @@ def test_p84_a_model_whose_download_was_cut_short_says_so_when_it_is_used(web, f
     assert "incomplete: 1 of" in flashnext("list").stdout
 
 
+@pytest.mark.parametrize("text", ["nobody", "../../elsewhere", ""])
+def test_a_reference_that_names_no_commit_is_mended_as_the_hint_says(web, files, text):
+    web.add(REPO, files)
+    flashnext("pull", REPO)
+    found = find_model(REPO).directory
+    (found.parents[1] / "refs/main").write_text(text)
+    refused = flashnext("plan", REPO)
+    assert refused.exit_code == 1
+    assert f"flashnext pull {REPO} mends it" in refused.stderr
+    assert flashnext("pull", REPO).exit_code == 0
+    assert find_model(REPO).directory == found
+
+
 def test_another_model_is_refused_before_its_data_is_fetched(web, files):
     web.add(REPO, {**files, "config.json": b'{"model_type": "llama"}'})
     result = flashnext("pull", REPO)
